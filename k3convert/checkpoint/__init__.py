@@ -1,0 +1,1 @@
+"""Files, headers and entries of HF and DCP checkpoints; no K3 names here."""

@@ -1,0 +1,1 @@
+"""Carries a plan out: workers, byte budget, journal, events."""

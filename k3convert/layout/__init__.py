@@ -1,0 +1,1 @@
+"""Mesh axes and slices."""

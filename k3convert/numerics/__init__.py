@@ -1,0 +1,1 @@
+"""Bits: the MXFP4 codec, casts, digests; no names here."""

@@ -1,0 +1,1 @@
+"""From tensors found to a frozen plan of destination byte ranges."""

@@ -1,0 +1,1 @@
+"""One folder an op; see ``k3kernels.registry``."""

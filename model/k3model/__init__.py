@@ -1,0 +1,1 @@
+"""The native Kimi K3 network."""

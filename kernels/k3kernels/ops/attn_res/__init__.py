@@ -1,0 +1,16 @@
+"""Attention residuals: a softmax over depth instead of a running sum."""
+
+from __future__ import annotations
+
+from k3kernels.row import Row
+
+ROWS = (
+    Row(
+        "attn_res",
+        "standard",
+        "eager",
+        forward="k3kernels.ops.attn_res.standard.eager:forward",
+        backward="k3kernels.ops.attn_res.standard.eager:backward",
+        description="Scores, softmax and mix in fp32, source by source; closed-form backward.",
+    ),
+)

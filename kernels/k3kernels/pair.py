@@ -26,6 +26,17 @@ class SavedState:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     needs_grad: tuple[bool, ...] = ()
 
+    def present(self) -> tuple[Tensor, ...]:
+        """The saved tensors, for a pair that always saves all of them.
+
+        Raises:
+            ValueError: one of them is None.
+        """
+        found = tuple(tensor for tensor in self.tensors if tensor is not None)
+        if len(found) != len(self.tensors):
+            raise ValueError(f"{len(self.tensors) - len(found)} of {len(self.tensors)} saved tensors are missing")
+        return found
+
 
 RawForward = Callable[..., tuple[Any, SavedState]]
 RawBackward = Callable[..., Sequence[Tensor | None]]
@@ -97,7 +108,7 @@ def differentiable_op(forward: RawForward, backward: RawBackward, *, name: str) 
         if wrong := [type(o).__name__ for o in outputs if o is not None and not isinstance(o, Tensor)]:
             raise TypeError(f"{name}: outputs must be tensors or None, got {', '.join(wrong)}")
         ctx.save_for_backward(*saved.tensors)
-        ctx.metadata = saved.metadata
+        ctx.op_metadata = saved.metadata
         ctx.set_materialize_grads(False)
         return output
 
@@ -105,7 +116,7 @@ def differentiable_op(forward: RawForward, backward: RawBackward, *, name: str) 
         needs_grad = tuple(ctx.needs_input_grad[1:])
         if all(grad is None for grad in grad_outputs):
             return (None,) * (1 + len(needs_grad))
-        grads = backward(SavedState(ctx.saved_tensors, ctx.metadata, needs_grad), *grad_outputs)
+        grads = backward(SavedState(ctx.saved_tensors, ctx.op_metadata, needs_grad), *grad_outputs)
         if not isinstance(grads, (tuple, list)) or len(grads) != len(needs_grad):
             got = len(grads) if isinstance(grads, (tuple, list)) else type(grads).__name__
             raise TypeError(f"{name}: backward must return {len(needs_grad)} gradients, got {got}")

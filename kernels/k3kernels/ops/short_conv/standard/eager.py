@@ -1,0 +1,72 @@
+"""The short causal depthwise convolution with SiLU: the specification (released K3 code, ``ShortConvolution``).
+
+Shape suffixes: B = batch, T = tokens, C = channels, W = kernel width, N = documents.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from k3kernels.documents import document_bounds
+from k3kernels.precision import inside_dtype
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``y[t] = SiLU(sum_j weight[:, 0, j] * x[t - (W - 1) + j])``, every document on its own.
+
+    Args:
+        x: ``[B, T, C]``.
+        weight: ``[C, 1, W]``; index ``W - 1`` multiplies the current token.
+        initial_state: ``[N, C, W - 1]``, the inputs before each document, oldest first; None stands for zeros.
+        output_final_state: Whether to return the inputs that a continuation needs.
+        cu_seqlens: int ``[N + 1]`` document offsets of one packed row, or None: N = B.
+
+    Returns:
+        ``y`` ``[B, T, C]`` in x's dtype: products, sum and SiLU in the inside dtype, one rounding at the end; and the
+        final state ``[N, C, W - 1]`` in x's dtype, or None. An empty document hands its state through.
+
+    Raises:
+        ValueError: the shapes do not belong together, or ``cu_seqlens`` does not cover the row.
+    """
+    batch, tokens, channels = x.shape
+    width = weight.shape[-1]
+    if tuple(weight.shape) != (channels, 1, width):
+        raise ValueError(f"x {tuple(x.shape)} needs a weight ({channels}, 1, W), got {tuple(weight.shape)}")
+    bounds = document_bounds(batch, tokens, cu_seqlens)
+    num_documents = len(bounds) - 1
+    state_shape = (num_documents, channels, width - 1)
+    if initial_state is None:
+        initial_state = x.new_zeros(state_shape)
+    elif tuple(initial_state.shape) != state_shape:
+        raise ValueError(f"the initial state must be {state_shape}, got {tuple(initial_state.shape)}")
+    # Every document is laid out behind its history, so that a shift by one never crosses into its neighbour.
+    flat = x.reshape(batch * tokens, channels)
+    history = initial_state.to(x.dtype).transpose(1, 2)
+    pieces = [torch.cat((history[n], flat[start:stop])) for n, (start, stop) in enumerate(pairwise(bounds))]
+    inside = torch.promote_types(inside_dtype(x), weight.dtype)
+    outputs = [_convolve(piece.to(inside), weight.to(inside)) for piece in pieces]
+    y = silu(torch.cat(outputs)).to(x.dtype).reshape(batch, tokens, channels)
+    if not output_final_state:
+        return y, None
+    return y, torch.stack([piece[piece.shape[0] - (width - 1) :].T for piece in pieces])
+
+
+def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
+    """The weighted sum over the window: ``[W - 1 + T, C]`` -> ``[T, C]``, oldest tap first."""
+    width = weight.shape[-1]
+    tokens = padded.shape[0] - (width - 1)
+    out = padded[:tokens] * weight[:, 0, 0]
+    for tap in range(1, width):
+        out = out + padded[tap : tap + tokens] * weight[:, 0, tap]
+    return out

@@ -21,6 +21,6 @@ ROWS = (
         wrapper="k3kernels.ops.gated_rms_norm.standard.fla:gated_rms_norm",
         description="Fused gated norm of flash-linear-attention.",
         requirement=GpuKernelRequirement(),
-        requires=("fla.modules", "triton"),
+        requires=("fla.modules", "triton", "einops"),
     ),
 )

@@ -21,7 +21,7 @@ ROWS = (
         wrapper="k3kernels.ops.kda.chunk.fla:chunk_kda",
         description="Triton kernels of flash-linear-attention.",
         requirement=GpuKernelRequirement(),
-        requires=("fla.ops.kda", "triton"),
+        requires=("fla.ops.kda", "triton", "einops"),
     ),
     Row(
         "kda",
@@ -37,6 +37,6 @@ ROWS = (
         wrapper="k3kernels.ops.kda.recurrent.fla:recurrent_kda",
         description="Fused recurrence of flash-linear-attention; forward only.",
         requirement=GpuKernelRequirement(),
-        requires=("fla.ops.kda", "triton"),
+        requires=("fla.ops.kda", "triton", "einops"),
     ),
 )

@@ -21,6 +21,6 @@ ROWS = (
         wrapper="k3kernels.ops.kda_gate.standard.fla:kda_gate",
         description="Fused gate of flash-linear-attention.",
         requirement=GpuKernelRequirement(),
-        requires=("fla.ops.kda", "triton"),
+        requires=("fla.ops.kda", "triton", "einops"),
     ),
 )

@@ -20,6 +20,6 @@ ROWS = (
         wrapper="k3kernels.ops.short_conv.standard.fla:short_conv",
         description="Fused convolution of flash-linear-attention.",
         requirement=GpuKernelRequirement(),
-        requires=("fla.modules", "triton"),
+        requires=("fla.modules", "triton", "einops"),
     ),
 )

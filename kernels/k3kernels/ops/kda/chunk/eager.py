@@ -45,6 +45,7 @@ def forward(
     scale: float | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None], SavedState]:
     """The gated delta rule with a decay per key channel.
 
@@ -58,6 +59,8 @@ def forward(
         scale: Factor of q; None takes ``K ** -0.5``.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: int ``[N + 1]`` document offsets of one packed row, or None: N = B.
+        lower_bound: A promise that no entry of g lies below it, by which an impl may choose its kernels. The result
+            does not depend on it; this impl has no use for it.
 
     Returns:
         ``o`` ``[B, T, H, V]`` in v's dtype, and the final state ``[N, H, K, V]`` in the inside dtype, or None.

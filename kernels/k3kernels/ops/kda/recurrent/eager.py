@@ -27,6 +27,7 @@ def recurrent_kda(
     scale: float | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with a decay per key channel, on a state S of shape ``[K, V]`` a head.
 
@@ -43,6 +44,8 @@ def recurrent_kda(
         scale: Factor of q; None takes ``K ** -0.5``.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: int ``[N + 1]`` document offsets of one packed row, or None: N = B.
+        lower_bound: A promise that no entry of g lies below it, by which an impl may choose its kernels. The result
+            does not depend on it; this impl has no use for it.
 
     Returns:
         ``o`` ``[B, T, H, V]`` in v's dtype, and the final state ``[N, H, K, V]`` in the inside dtype, or None.

@@ -44,22 +44,46 @@ def short_conv(
     if tuple(weight.shape) != (channels, 1, width):
         raise ValueError(f"x {tuple(x.shape)} needs a weight ({channels}, 1, W), got {tuple(weight.shape)}")
     bounds = document_bounds(batch, tokens, cu_seqlens)
-    num_documents = len(bounds) - 1
-    state_shape = (num_documents, channels, width - 1)
-    if initial_state is None:
-        initial_state = x.new_zeros(state_shape)
-    elif tuple(initial_state.shape) != state_shape:
-        raise ValueError(f"the initial state must be {state_shape}, got {tuple(initial_state.shape)}")
+    history = starting_history(x, initial_state, (len(bounds) - 1, channels, width - 1)).transpose(1, 2)
     # Every document is laid out behind its history, so that a shift by one never crosses into its neighbour.
     flat = x.reshape(batch * tokens, channels)
-    history = initial_state.to(x.dtype).transpose(1, 2)
     pieces = [torch.cat((history[n], flat[start:stop])) for n, (start, stop) in enumerate(pairwise(bounds))]
     inside = torch.promote_types(inside_dtype(x), weight.dtype)
     outputs = [_convolve(piece.to(inside), weight.to(inside)) for piece in pieces]
     y = silu(torch.cat(outputs)).to(x.dtype).reshape(batch, tokens, channels)
-    if not output_final_state:
-        return y, None
-    return y, torch.stack([piece[piece.shape[0] - (width - 1) :].T for piece in pieces])
+    return y, final_history(flat, history, bounds) if output_final_state else None
+
+
+def starting_history(x: Tensor, initial_state: Tensor | None, shape: tuple[int, int, int]) -> Tensor:
+    """The initial state in x's dtype, zeros if none is given.
+
+    Raises:
+        ValueError: the given one has another shape.
+    """
+    if initial_state is None:
+        return x.new_zeros(shape)
+    if tuple(initial_state.shape) != shape:
+        raise ValueError(f"the initial state must be {shape}, got {tuple(initial_state.shape)}")
+    return initial_state.to(x.dtype)
+
+
+def final_history(flat: Tensor, history: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """The last inputs of every document, those before it included.
+
+    Args:
+        flat: ``[B * T, C]``.
+        history: ``[N, W - 1, C]``.
+        bounds: The documents' offsets in ``flat``.
+
+    Returns:
+        ``[N, C, W - 1]``, oldest first.
+    """
+    kept = history.shape[1]
+    ends = (
+        torch.cat((history[n], flat[max(start, stop - kept) : stop]))
+        for n, (start, stop) in enumerate(pairwise(bounds))
+    )
+    return torch.stack([end[len(end) - kept :].T for end in ends])
 
 
 def _convolve(padded: Tensor, weight: Tensor) -> Tensor:

@@ -75,9 +75,7 @@ def blob_frame(dtype: str, shape: tuple[int, ...]) -> BlobFrame:
         + name
         for name, start, size in members
     )
-    end = struct.pack(
-        "<4s4H2IH", b"PK\5\6", 0, 0, len(members), len(members), len(directory), len(prefix) + nbytes, 0
-    )
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, len(members), len(members), len(directory), len(prefix) + nbytes, 0)
     return BlobFrame(bytes(prefix), directory + end)
 
 
@@ -229,9 +227,7 @@ def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[in
     if not isinstance(record, _Rebuilt):
         raise ValueError(f"holds a {type(record).__name__}, not a tensor")
     if (record.dtype, record.shape) != (dtype, shape):
-        raise ValueError(
-            f"holds {record.dtype} {list(record.shape)}, the metadata says {dtype} {list(shape)}"
-        )
+        raise ValueError(f"holds {record.dtype} {list(record.shape)}, the metadata says {dtype} {list(shape)}")
     contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if any(dim > 1 and have != want for dim, have, want in zip(shape, record.stride, contiguous, strict=True)):
         raise ValueError(f"is not contiguous: stride {list(record.stride)} for shape {list(shape)}")

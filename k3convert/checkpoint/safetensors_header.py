@@ -95,9 +95,7 @@ def parse_header(path: Path, raw: bytes, file_bytes: int) -> ShardHeader:
     if not offenders:
         offenders = _coverage_faults(entries, data_start, file_bytes)
     if offenders:
-        raise BadShard(
-            f"{path}: {len(offenders)} faults in the header of {len(document)} tensors", offenders=offenders
-        )
+        raise BadShard(f"{path}: {len(offenders)} faults in the header of {len(document)} tensors", offenders=offenders)
     return ShardHeader(path, raw, metadata, tuple(entries), file_bytes)
 
 

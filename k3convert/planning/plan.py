@@ -1,0 +1,204 @@
+"""A conversion plan: destination byte ranges and the source ranges that fill them. Frozen, printable, comparable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+NO_SLOT = -1
+EncodeOutput = Literal["packed", "scale"]
+
+
+class Fill(NamedTuple):
+    """Constant bytes: framing and headers."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return len(self.data)
+
+
+class Copy(NamedTuple):
+    """Source bytes moved as they are. Their digest goes to ``slot``; ``more`` says that the next part continues it."""
+
+    source: int
+    offset: int
+    nbytes: int
+    slot: int
+    more: bool = False
+    scales: bool = False
+
+
+class Decode(NamedTuple):
+    """MXFP4 blocks decoded to bf16: 16 packed bytes and 1 scale byte make 64 bytes.
+
+    ``slot`` and ``scale_slot`` take the digests of what is read, ``stored_slot`` that of what is written.
+    ``columns`` is the matrix's row length in elements, to name a block in an error.
+    """
+
+    packed_source: int
+    packed_offset: int
+    scale_source: int
+    scale_offset: int
+    num_blocks: int
+    columns: int
+    slot: int
+    scale_slot: int
+    stored_slot: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return self.num_blocks * 64
+
+
+class Box(NamedTuple):
+    """A part of one stored chunk: rows of a contiguous tensor of ``chunk_shape`` whose payload is inside an entry.
+
+    ``entry_offset`` and ``entry_length`` give the entry in the source file; ``lo`` and ``hi`` the part, in the chunk's
+    own coordinates; ``at`` its place in the tensor that is being gathered.
+    """
+
+    source: int
+    entry_offset: int
+    entry_length: int
+    chunk_shape: tuple[int, ...]
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+class Gather(NamedTuple):
+    """A tensor put together from boxes, then cast to the destination's dtype.
+
+    ``shape`` is the gathered shape (a stack's expert index counts as a leading dim of 1), ``pad_bytes`` zero bytes
+    appended after the last element.
+    """
+
+    boxes: tuple[Box, ...]
+    stored_dtype: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    slot: int
+    pad_bytes: int = 0
+
+
+class Encode(NamedTuple):
+    """A matrix quantised to MXFP4; writes either its packed bytes or its scales.
+
+    ``scale`` is where the source scales lie (file, offset), or None for a scale by rule.
+    """
+
+    values: Gather
+    scale: tuple[int, int] | None
+    rule: str
+    output: EncodeOutput
+    nbytes: int
+    slot: int
+
+
+Op = Fill | Copy | Decode | Gather | Encode
+
+
+class Item(NamedTuple):
+    """One contiguous range of one destination file, written by one worker in one go: the unit of resume."""
+
+    file: int
+    offset: int
+    nbytes: int
+    ops: tuple[Op, ...]
+
+
+class SourceFile(NamedTuple):
+    """One file that is read, with what tells whether it changed since the plan was made."""
+
+    path: str
+    nbytes: int
+    fingerprint: str
+
+
+class DestinationFile(NamedTuple):
+    """One file that is written in parts."""
+
+    name: str
+    nbytes: int
+
+
+class TensorRecord(NamedTuple):
+    """What the manifest will say of one HF tensor; digests are filled in from the slots."""
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    offset: int
+    nbytes: int
+    fqn: str
+    index: int | None
+    slot: int
+    transformation: str
+    stored_dtype: str
+    stored_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """Everything that a conversion will do, decided before the first byte is written."""
+
+    job: str
+    options: Mapping[str, Any]
+    source: str
+    destination: str
+    sources: tuple[SourceFile, ...]
+    files: tuple[DestinationFile, ...]
+    items: tuple[Item, ...]
+    num_slots: int
+    records: tuple[TensorRecord, ...]
+    expected: Mapping[int, str]
+    small_files: Mapping[str, bytes]
+    asset_copies: tuple[tuple[str, str], ...]
+    finish: Any
+    counts: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Bytes of the destination's large files."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def bytes_needed(self) -> int:
+        """Space that the destination needs: large files, small files, copies, and the journal."""
+        small = sum(len(data) for data in self.small_files.values())
+        return self.bytes_to_write + small + 600 * len(self.records) + (1 << 20)
+
+    def slot_name(self, slot: int) -> str:
+        """The tensor that a digest slot belongs to."""
+        if slot in self.names:
+            return self.names[slot]
+        for record in self.records:
+            if slot in (record.slot, record.stored_slot):
+                return record.name
+        return f"slot {slot}"
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as ``--dry-run`` shows it."""
+        return {
+            "job": self.job,
+            "source": self.source,
+            "destination": self.destination,
+            "options": dict(self.options),
+            "counts": dict(self.counts),
+            "num_files": len(self.files),
+            "num_items": len(self.items),
+            "bytes_to_write": self.bytes_to_write,
+            "bytes_needed": self.bytes_needed,
+            "largest_file_bytes": max((file.nbytes for file in self.files), default=0),
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,81 @@
+"""Documents of the library as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+INDENT = "  "
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for a person, with the exact number where it is short."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def table_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table: the first column to the left, numbers to the right."""
+    cells = [[str(cell) if not isinstance(cell, int) else f"{cell:,}" for cell in row] for row in rows]
+    widths = [max(len(line[column]) for line in [list(head), *cells]) for column in range(len(head))]
+
+    def line(values: Sequence[str]) -> str:
+        first = values[0].ljust(widths[0])
+        rest = (value.rjust(width) for value, width in zip(values[1:], widths[1:], strict=True))
+        return "  ".join([first, *rest]).rstrip()
+
+    return "\n".join([line(head), *(line(row) for row in cells)])
+
+
+def notes_text(notes: Sequence[str]) -> list[str]:
+    """Notes as lines."""
+    return [f"note: {note}" for note in notes]
+
+
+def made_text(document: Mapping[str, Any]) -> str:
+    """The result of ``make-tiny``."""
+    holes = ", its data are holes" if document.get("sparse") else ""
+    return (
+        f"{document['destination']}: {document['num_tensors']:,} tensors in {document['num_shards']} shards, "
+        f"{size_text(document['total_bytes'])}{holes}"
+    )
+
+
+def plan_text(document: Mapping[str, Any]) -> str:
+    """A plan, for ``--dry-run``."""
+    lines = [
+        f"{document['job']}: {document['source']} -> {document['destination']}",
+        f"{INDENT}writes {size_text(document['bytes_to_write'])} in {document['num_files']} files "
+        f"({document['num_items']:,} items), the largest {size_text(document['largest_file_bytes'])}",
+        f"{INDENT}needs  {size_text(document['bytes_needed'])} of space",
+    ]
+    if "bytes_free" in document:
+        lines.append(f"{INDENT}free   {size_text(document['bytes_free'])}")
+    lines += [f"{INDENT}{name}: {value:,}" for name, value in document["counts"].items()]
+    lines += [f"{INDENT}{name} = {value}" for name, value in document["options"].items() if value is not None]
+    return "\n".join(lines)
+
+
+def conversion_text(document: Mapping[str, Any]) -> str:
+    """The report of a conversion."""
+    if not document["complete"]:
+        return f"part written to {document['destination']} in {document['elapsed_s']:.1f} s; --finish completes it"
+    rate = document["bytes_written"] / max(document["elapsed_s"], 1e-9)
+    lines = [
+        f"{document['destination']}: {document['counts'].get('tensors', 0):,} tensors, "
+        f"{size_text(document['bytes_written'])} in {document['elapsed_s']:.2f} s ({size_text(rate)}/s, "
+        f"{document['num_workers']} workers, {size_text(document['peak_memory_bytes'])} of memory at most)"
+    ]
+    for name, value in document["details"].items():
+        if isinstance(value, dict):
+            lines += [f"{INDENT}{name}: " + ", ".join(f"{key} {entry}" for key, entry in value.items())]
+        elif isinstance(value, list):
+            if value:
+                lines.append(f"{INDENT}{name}: {len(value)}, for example {value[0]}")
+        else:
+            lines.append(f"{INDENT}{name}: {value}")
+    return "\n".join(lines)

@@ -1,0 +1,172 @@
+"""The whole network: text decoder, vision tower, projector and head under the names of the release."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from k3kernels import OpsConfig, using
+from k3model.config import KimiK3Config
+from k3model.initialisation import initialise
+from k3model.text.decoder import TextDecoder
+from k3model.text.documents import find_documents
+from k3model.text.language_head import LanguageHead, shift_labels
+from k3model.vision.placeholders import expand
+from k3model.vision.projector import Projector
+from k3model.vision.tower import VisionTower
+
+
+@dataclass(frozen=True)
+class K3Output:
+    """What a forward pass returns.
+
+    Attributes:
+        logits: ``[B, expanded T, vocabulary]`` in the model's dtype, or None where ``with_logits`` was false.
+        loss: float32, the mean over counted labels (zero where none is counted); None without labels.
+        loss_sum: float32, the sum over counted labels, for one denominator over several batches or ranks.
+        num_labels: int64, how many labels were counted.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
+    loss_sum: Tensor | None
+    num_labels: Tensor | None
+
+
+class LanguageModel(nn.Module):
+    """The text decoder and its head."""
+
+    def __init__(self, config: KimiK3Config) -> None:
+        super().__init__()
+        text = config.text
+        self.model = TextDecoder(text)
+        self.lm_head = LanguageHead(text.hidden_size, text.vocab_size, config.ignore_index)
+        if text.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class KimiK3ForConditionalGeneration(nn.Module):
+    """Kimi K3 as ordinary PyTorch.
+
+    Args:
+        config: geometry.
+        ops: which implementation each op uses, as an ``OpsConfig`` or by field name; None keeps the config that is
+            installed (eager without one). Handles are resolved here, once.
+
+    Raises:
+        KeyError, RuntimeError: an implementation is unknown or not usable here.
+    """
+
+    def __init__(self, config: KimiK3Config, ops: OpsConfig | Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        chosen = ops if ops is None or isinstance(ops, OpsConfig) else OpsConfig.of(ops)
+        with nullcontext() if chosen is None else using(chosen):
+            self.language_model = LanguageModel(config)
+            if config.vision is not None:
+                self.vision_tower = VisionTower(config.vision)
+                self.mm_projector = Projector(config.vision)
+
+    @classmethod
+    def empty(
+        cls,
+        config: KimiK3Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        ops: OpsConfig | Mapping[str, str] | None = None,
+    ) -> KimiK3ForConditionalGeneration:
+        """A network whose weights hold whatever was in memory, for a caller that fills every one of them.
+
+        Args:
+            config: geometry.
+            dtype: of all parameters but those that stay float32.
+            device: where the weights go; nothing is allocated anywhere else.
+            ops: as for the constructor.
+        """
+        with torch.device("meta"):
+            network = cls(config, ops)
+        return network.to(dtype).to_empty(device=device)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: KimiK3Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        ops: OpsConfig | Mapping[str, str] | None = None,
+    ) -> KimiK3ForConditionalGeneration:
+        """A network with random weights, as for training from scratch; see ``k3model.initialisation``."""
+        network = cls.empty(config, dtype=dtype, device=device, ops=ops)
+        network.init_weights()
+        return network
+
+    def init_weights(self) -> None:
+        """Fill every weight anew."""
+        initialise(self, self.config.text.initializer_range)
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Keep each decoder layer's input only, and recompute the rest in the backward pass."""
+        self.language_model.model.activation_checkpointing = enabled
+
+    def image_features(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
+        """Images to tokens of the text decoder: ``[tokens, hidden]``, in image order.
+
+        Raises:
+            ValueError: the network has no vision tower, or the grids do not fit.
+        """
+        if self.config.vision is None:
+            raise ValueError("pixel_values were given, but the config has no vision_config")
+        out: Tensor = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        return out
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        with_logits: bool = True,
+    ) -> K3Output:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: int64 ``[B, T]``. An image is one placeholder token, or its number of tokens in placeholders.
+            attention_mask: ``[B, T]``, 0 for padding on the left or on the right.
+            cu_seqlens: ``[N + 1]``, bounds of documents packed into one row (``B = 1``); nothing crosses them.
+            pixel_values: ``[patches, 3, patch, patch]``; comes with ``grid_thws``.
+            grid_thws: int64 ``[images, 3]``.
+            labels: int64 ``[B, T]``, unshifted, as long as ``input_ids``; ``ignore_index`` is not counted.
+            with_logits: false leaves ``logits`` None, so that a loss never needs all logits at once.
+
+        Raises:
+            ValueError: arguments that do not belong together; the message says which.
+        """
+        if (pixel_values is None) != (grid_thws is None):
+            raise ValueError("pixel_values and grid_thws come together")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels must be {tuple(input_ids.shape)} like input_ids, got {tuple(labels.shape)}")
+        # Checked before images come in, so that messages speak of what the caller gave.
+        documents = find_documents(input_ids, attention_mask, cu_seqlens)
+        embeddings = self.language_model.model.embed_tokens(input_ids)
+        if pixel_values is not None and grid_thws is not None:
+            features = self.image_features(pixel_values, grid_thws)
+            placeholder_id = self.config.media_placeholder_token_id
+            num_tokens = self.vision_tower.num_tokens(grid_thws)
+            expansion = expand(input_ids, placeholder_id, num_tokens, attention_mask, cu_seqlens)
+            embeddings = expansion.embeddings(embeddings, features)
+            labels = None if labels is None else expansion.labels(labels, self.config.ignore_index)
+            documents = find_documents(embeddings, expansion.attention_mask, expansion.cu_seqlens)
+        hidden = self.language_model.model(embeddings, documents)
+        shifted = None if labels is None else shift_labels(labels, documents, self.config.ignore_index)
+        logits, loss_sum, num_labels = self.language_model.lm_head(hidden, shifted, with_logits=with_logits)
+        loss = None if loss_sum is None else loss_sum / num_labels.clamp(min=1)
+        return K3Output(logits, loss, loss_sum, num_labels)

@@ -1,0 +1,1 @@
+"""The text decoder, one file an idea."""

@@ -1,0 +1,1 @@
+"""The vision tower, the projector, and images on their way into the text."""

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, cast
 
 from blake3 import blake3
 
 ALGORITHM = "blake3"
 DIGEST_BYTES = 32
 
-ByteBuffer = bytes | bytearray | memoryview
+Bytes = bytes | bytearray | memoryview
+"""Contiguous bytes (a uint8 array's are ``array.data``); large ones are hashed without the interpreter lock."""
 
 
-class Hasher(Protocol):
-    """A running digest."""
-
-    def update(self, data: ByteBuffer, /) -> object:
-        """Take more bytes in."""
-
-    def hexdigest(self) -> str:
-        """The digest of all bytes so far."""
+def new() -> blake3:
+    """Start a digest. It uses the calling thread alone: workers are the converter's own."""
+    return blake3(max_threads=1)
 
 
-def new() -> Hasher:
-    """An empty running digest."""
-    return cast(Hasher, blake3())
-
-
-def digest_hex(*buffers: ByteBuffer) -> str:
-    """The digest of these bytes, one buffer after the other."""
-    hasher = new()
+def digest_hex(buffers: Iterable[Bytes]) -> str:
+    """The digest of several buffers' bytes, one after the other."""
+    running = new()
     for buffer in buffers:
-        hasher.update(buffer)
-    return hasher.hexdigest()
+        running.update(buffer)
+    return running.hexdigest()
 
 
-def stack_digest(digests: Iterable[str]) -> str:
-    """The digest of a stack: that of its experts' digests, as raw bytes in the order of the expert ids."""
-    return digest_hex(b"".join(bytes.fromhex(value) for value in digests))
+def stack_digest(expert_digests: Iterable[str]) -> str:
+    """The digest of a stacked tensor: of its experts' digests, 32 bytes each, in id order.
+
+    Raises:
+        ValueError: one of them is no digest of ``DIGEST_BYTES`` bytes in hexadecimal.
+    """
+    running = new()
+    for expert, text in enumerate(expert_digests):
+        digest = bytes.fromhex(text)
+        if len(digest) != DIGEST_BYTES:
+            raise ValueError(f"the digest of expert {expert} has {len(digest)} bytes, wanted {DIGEST_BYTES}")
+        running.update(digest)
+    return running.hexdigest()

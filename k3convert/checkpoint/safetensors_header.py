@@ -66,8 +66,10 @@ def read_header(path: Path) -> ShardHeader:
     return parse_header(path, head + text, file_bytes)
 
 
-def parse_header(path: Path, raw: bytes, file_bytes: int) -> ShardHeader:
+def parse_header(path: Path, raw: bytes, file_bytes: int | None) -> ShardHeader:
     """Check a header's bytes (length prefix included) against the size of its file, in bytes.
+
+    Without a size the file is taken to end where the last tensor does.
 
     Raises:
         BadShard: the header breaks the format; every offending tensor is listed.
@@ -92,6 +94,8 @@ def parse_header(path: Path, raw: bytes, file_bytes: int) -> ShardHeader:
         else:
             entries.append(entry)
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    if file_bytes is None:
+        file_bytes = max((entry.offset + entry.nbytes for entry in entries), default=data_start)
     if not offenders:
         offenders = _coverage_faults(entries, data_start, file_bytes)
     if offenders:

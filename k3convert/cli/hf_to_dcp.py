@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from k3convert.cli.carry_out import carry_out, run_options, size_option
 from k3convert.cli.console import Console
 from k3convert.cli.options import (
     AsJson,
@@ -64,6 +63,7 @@ def command(
 ) -> int:
     """Convert a Hugging Face checkpoint to PyTorch DCP shards, streaming and resumable."""
     from k3convert.checkpoint.hub import resolve_source
+    from k3convert.cli.carry_out import carry_out, run_options, size_option
     from k3convert.planning.hf_to_dcp import ToDcpOptions, plan_hf_to_dcp
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)

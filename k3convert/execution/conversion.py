@@ -21,7 +21,7 @@ from k3convert.execution.partial_folder import PartialFolder
 from k3convert.execution.parts import Part
 from k3convert.execution.workers import Finished, WorkerBuffers, WorkerPool, plan_buffers, run_items
 from k3convert.planning.hf_to_dcp import DcpFinish, no_garbage_collection
-from k3convert.planning.plan import ConversionPlan, Decode, Encode, Gather
+from k3convert.planning.plan import ConversionPlan, Decode, DecodeGathered, Encode, Gather
 from k3convert.version import __version__
 
 PIECE_BYTES = 1 << 20
@@ -192,7 +192,7 @@ class _Conversion:
         local = self.part.local_count
         workers = self.options.workers or max(1, min(MAX_DEFAULT_WORKERS, (os.cpu_count() or 1) // local))
         kinds = {type(op) for item in self.plan.items for op in item.ops}
-        uses_codec = bool(kinds & {Decode, Gather, Encode})
+        uses_codec = bool(kinds & {Decode, DecodeGathered, Gather, Encode})
         extra = self.plan.counts.get("largest_matrix_bytes", 0)
         limit = self.options.memory_limit // local
         fixed = resident_bytes() + RESERVE_BYTES + (CODEC_BYTES if uses_codec else 0)

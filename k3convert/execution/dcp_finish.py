@@ -9,6 +9,7 @@ from typing import Any
 
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dcp_pickle import encode_metadata
+from k3convert.checkpoint.json_text import parse_json
 from k3convert.checkpoint.manifest import FOLDER, MANIFEST, RECORDS, StoredRecord, seal, write_records
 from k3convert.errors import BadInput
 from k3convert.numerics import digest
@@ -47,7 +48,7 @@ def finish_dcp(plan: ConversionPlan, result: Path, digests: Mapping[int, str]) -
     (result / FOLDER).mkdir(exist_ok=True)
     (result / MANIFEST).write_bytes(manifest)
     (result / METADATA_NAME).write_bytes(metadata)
-    return {"manifest_digest": digest.digest_hex(manifest)}
+    return {"root_digest": parse_json(manifest)["root_digest"]}
 
 
 def write_small_files(plan: ConversionPlan, result: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,17 @@ from k3convert.execution.findings import Findings
 from k3convert.execution.open_files import SourceFiles
 from k3convert.execution.output_stream import OutputStream
 from k3convert.numerics import digest
-from k3convert.planning.plan import NO_SLOT, ConversionPlan, Copy, Decode, Encode, Fill, Gather, Item
+from k3convert.planning.plan import (
+    NO_SLOT,
+    ConversionPlan,
+    Copy,
+    Decode,
+    DecodeGathered,
+    Encode,
+    Fill,
+    Gather,
+    Item,
+)
 
 if TYPE_CHECKING:
     from k3convert.execution.encoding import ItemEncoder
@@ -135,7 +145,7 @@ class ItemRunner:
             lines.append(f"{name}: row {block // per_row}, block {block % per_row}, scale byte {byte}")
         self.findings.unrepresentable(lines, len(found))
 
-    def _encoded(self, op: Gather | Encode) -> None:
+    def _encoded(self, op: Gather | DecodeGathered | Encode) -> None:
         if self._encoder is None:
             from k3convert.execution.encoding import ItemEncoder
 

@@ -56,15 +56,15 @@ class Decode(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A part of one stored chunk: rows of a contiguous tensor of ``chunk_shape`` whose payload is inside an entry.
+    """A part of one stored chunk that goes into a tensor being put together.
 
-    ``entry_offset`` and ``entry_length`` give the entry in the source file; ``lo`` and ``hi`` the part, in the chunk's
-    own coordinates; ``at`` its place in the tensor that is being gathered.
+    ``payload_offset`` is where the chunk's first element lies in the source file, ``chunk_shape`` its shape; ``lo`` and
+    ``hi`` bound the part in the chunk's own coordinates. ``at`` is its place in the gathered tensor; where the chunk
+    has one dim more (a stack), the part is one expert and its leading dim falls away.
     """
 
     source: int
-    entry_offset: int
-    entry_length: int
+    payload_offset: int
     chunk_shape: tuple[int, ...]
     lo: tuple[int, ...]
     hi: tuple[int, ...]
@@ -72,10 +72,9 @@ class Box(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """A tensor put together from boxes, then cast to the destination's dtype.
+    """A tensor of ``shape`` put together from boxes, cast from ``stored_dtype`` to ``dtype``, then ``pad_bytes`` zeros.
 
-    ``shape`` is the gathered shape (a stack's expert index counts as a leading dim of 1), ``pad_bytes`` zero bytes
-    appended after the last element.
+    ``slot`` takes the digest of the bytes as they are stored.
     """
 
     boxes: tuple[Box, ...]
@@ -87,21 +86,32 @@ class Gather(NamedTuple):
     pad_bytes: int = 0
 
 
-class Encode(NamedTuple):
-    """A matrix quantised to MXFP4; writes either its packed bytes or its scales.
+class DecodeGathered(NamedTuple):
+    """A packed matrix and its scales, gathered whole and decoded to bf16 of ``nbytes``."""
 
-    ``scale`` is where the source scales lie (file, offset), or None for a scale by rule.
+    packed: Gather
+    scale: Gather
+    nbytes: int
+
+
+class Encode(NamedTuple):
+    """A matrix quantised to MXFP4; writes its packed bytes or its scales, whose digest goes to ``slot``.
+
+    ``scale`` and ``packed`` are the base's bytes as ``(file, offset)``; without a scale every block gets one by rule,
+    without packed bytes the blocks that changed are not counted.
     """
 
     values: Gather
     scale: tuple[int, int] | None
+    packed: tuple[int, int] | None
     rule: str
     output: EncodeOutput
     nbytes: int
     slot: int
+    name: str
 
 
-Op = Fill | Copy | Decode | Gather | Encode
+Op = Fill | Copy | Decode | Gather | DecodeGathered | Encode
 
 
 class Item(NamedTuple):

@@ -79,11 +79,11 @@ def final_history(flat: Tensor, history: Tensor, bounds: tuple[int, ...]) -> Ten
         ``[N, C, W - 1]``, oldest first.
     """
     kept = history.shape[1]
-    ends = (
-        torch.cat((history[n], flat[max(start, stop - kept) : stop]))
-        for n, (start, stop) in enumerate(pairwise(bounds))
-    )
-    return torch.stack([end[len(end) - kept :].T for end in ends])
+    tails = []
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        seen = torch.cat((history[n], flat[max(start, stop - kept) : stop]))
+        tails.append(seen[len(seen) - kept :].T)
+    return torch.stack(tails)
 
 
 def _convolve(padded: Tensor, weight: Tensor) -> Tensor:

@@ -13,12 +13,16 @@ Bytes = bytes | bytearray | memoryview
 """Contiguous bytes (a uint8 array's are ``array.data``); large ones are hashed without the interpreter lock."""
 
 
-def new() -> blake3:
+Hasher = blake3
+"""A running digest: ``update`` and ``hexdigest``."""
+
+
+def new() -> Hasher:
     """Start a digest. It uses the calling thread alone: workers are the converter's own."""
     return blake3(max_threads=1)
 
 
-def digest_hex(buffers: Iterable[Bytes]) -> str:
+def digest_hex(*buffers: Bytes) -> str:
     """The digest of several buffers' bytes, one after the other."""
     running = new()
     for buffer in buffers:

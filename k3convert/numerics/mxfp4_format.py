@@ -69,7 +69,7 @@ def float32_bits(significand: int, exponent: int) -> int:
 def magnitude_bits() -> U32:
     """float32 patterns of every magnitude under every scale: uint32 ``[256, 8]``; row 255 is NaN."""
     rows = [[float32_bits(int(2 * m), scale - SCALE_BIAS - 1) for m in MAGNITUDES] for scale in range(NAN_SCALE)]
-    return np.array([*rows, [FLOAT32_NAN] * len(MAGNITUDES)], dtype=np.uint32)
+    return _read_only(np.array([*rows, [FLOAT32_NAN] * len(MAGNITUDES)], dtype=np.uint32))
 
 
 @cache
@@ -82,7 +82,7 @@ def rounding_bits() -> U32:
         [float32_bits(quarters, scale - SCALE_BIAS - 2) + (not upper) for quarters, upper in _MIDPOINTS_IN_QUARTERS]
         for scale in range(NAN_SCALE)
     ]
-    return np.array([*rows, [FLOAT32_NAN] * len(_MIDPOINTS_IN_QUARTERS)], dtype=np.uint32)
+    return _read_only(np.array([*rows, [FLOAT32_NAN] * len(_MIDPOINTS_IN_QUARTERS)], dtype=np.uint32))
 
 
 @cache
@@ -97,7 +97,7 @@ def decoded_pairs() -> U32:
     code_S16[NAN_SCALE] = FLOAT32_NAN >> 16
     byte = np.arange(256)
     pair_SB: U32 = code_S16[:, byte & 0xF] | code_S16[:, byte >> 4] << 16
-    return pair_SB.reshape(-1)
+    return _read_only(pair_SB.reshape(-1))
 
 
 def require_blocks(packed: U8, scale: U8) -> tuple[int, int]:
@@ -125,3 +125,9 @@ def require_array(name: str, array: NDArray[Any], dtype: type[np.generic], shape
         raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, wanted {np.dtype(dtype)} {list(shape)}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} {list(shape)} has strides {array.strides}; it must be C-contiguous")
+
+
+def _read_only(table: U32) -> U32:
+    """Lock a table that every caller shares."""
+    table.setflags(write=False)
+    return table

@@ -62,7 +62,7 @@ def main() -> None:
         ),
         "encode changed, source's rule": requantize(ScaleRule.SOURCE),
         "encode by rule compressed-tensors": requantize(ScaleRule.COMPRESSED_TENSORS),
-        "blake3": lambda: digest_hex([values.reshape(-1).view(np.uint8).data]),
+        "blake3": lambda: digest_hex(values.reshape(-1).view(np.uint8).data),
     }
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(NUM_RUNS):

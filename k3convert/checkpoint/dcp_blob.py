@@ -213,7 +213,7 @@ def _rebuild_v3(storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, 
 
 def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[int, ...]) -> int:
     try:
-        with zipfile.ZipFile(_SliceFile(read_at, length)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_SliceFile(read_at, length)) as archive:
             members = {info.filename: info for info in archive.infolist()}
             pickles = [info for name, info in members.items() if name.endswith("/data.pkl")]
             if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:

@@ -216,14 +216,15 @@ def _tensor(
     fqn: Any, entry: _Tensor, infos: Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo], escapes: set[str]
 ) -> DcpTensor | str:
     """One tensor's record, or what is wrong with it."""
-    shape = getattr(entry, "size", None)
-    dtype = getattr(getattr(entry, "properties", None), "dtype", None)
-    chunks = getattr(entry, "chunks", None)
+    shape: Any = getattr(entry, "size", None)
+    dtype: Any = getattr(getattr(entry, "properties", None), "dtype", None)
+    chunks: Any = getattr(entry, "chunks", None)
     if not isinstance(fqn, str) or not _is_dims(shape) or not isinstance(dtype, _Dtype) or not isinstance(chunks, list):
         return f"{fqn}: no name, size, dtype or chunks"
     out: list[DcpChunk] = []
     for chunk in chunks:
-        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        offsets: Any = getattr(chunk, "offsets", None)
+        sizes: Any = getattr(chunk, "sizes", None)
         if not _is_dims(offsets) or not _is_dims(sizes) or not len(offsets) == len(sizes) == len(shape):
             return f"{fqn}: a chunk at {offsets} of {sizes} in a tensor of {list(shape)}"
         if any(begin + size > dim for begin, size, dim in zip(offsets, sizes, shape, strict=True)):

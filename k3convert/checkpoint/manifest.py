@@ -36,7 +36,7 @@ class StoredRecord(NamedTuple):
     source: Mapping[str, Any]
     transformation: str
     fqn: str
-    index: int | None
+    expert: int | None
     stored_dtype: str
     stored_digest: str | None
 
@@ -51,8 +51,8 @@ class StoredRecord(NamedTuple):
             "transformation": self.transformation,
             "fqn": self.fqn,
         }
-        if self.index is not None:
-            document["index"] = self.index
+        if self.expert is not None:
+            document["expert"] = self.expert
         if self.stored_digest is not None:
             document["stored"] = {"dtype": self.stored_dtype, "digest": self.stored_digest}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8") + b"\n"
@@ -163,7 +163,7 @@ def _read_records(path: Path) -> Iterator[StoredRecord]:
                     document["source"],
                     document["transformation"],
                     document["fqn"],
-                    document.get("index"),
+                    document.get("expert"),
                     stored.get("dtype", document["dtype"]),
                     stored.get("digest"),
                 )

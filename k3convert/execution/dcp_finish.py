@@ -127,7 +127,7 @@ def _stored(record: TensorRecord, digests: Mapping[int, str]) -> StoredRecord:
         {"file": record.source, "offset": record.offset, "nbytes": record.nbytes},
         record.transformation,
         record.fqn,
-        record.index,
+        record.expert,
         record.stored_dtype,
         None if record.stored_slot == NO_SLOT else digests[record.stored_slot],
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from k3convert.execution.gathering import Array, element_dtype, gather_rows, row_bytes
+from k3convert.execution.gathering import Array, byte_view, element_dtype, gather_rows, row_bytes
 from k3convert.numerics import digest
 from k3convert.numerics.casts import bf16_to_float32, float32_to_bf16
 from k3convert.numerics.mxfp4_decode import decode
@@ -90,7 +90,7 @@ class ItemEncoder:
                 rows = np.empty(shape, dtype)
             gather_rows(self._runner.sources, gather, first, count, rows)
             if hasher is not None:
-                hasher.update(memoryview(rows.reshape(-1).view(np.uint8)).cast("B"))
+                hasher.update(byte_view(rows))
             yield first, rows
 
     def _finish(self, gather: Gather, hasher: digest.Hasher | None) -> None:
@@ -106,7 +106,7 @@ class ItemEncoder:
         self._finish(op, hasher)
 
     def _put(self, values: Array) -> None:
-        data = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).cast("B")
+        data = byte_view(np.ascontiguousarray(values))
         output, start = self._runner.output, 0
         while start < len(data):
             view = output.room(len(data) - start)
@@ -190,7 +190,7 @@ class ItemEncoder:
         if place is None:
             return None
         out = np.empty(like.shape, np.uint8)
-        self._runner.sources.read_into(place[0], memoryview(out.reshape(-1)).cast("B"), place[1])
+        self._runner.sources.read_into(place[0], byte_view(out), place[1])
         return out
 
 

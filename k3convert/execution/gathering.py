@@ -21,6 +21,11 @@ def element_dtype(dtype: str) -> Any:
     return NUMPY_DTYPES[num_bytes(dtype, (1,))]
 
 
+def byte_view(values: Array) -> memoryview:
+    """The bytes of a contiguous array, writable where the array is."""
+    return values.reshape(-1).view(np.uint8).data
+
+
 def row_bytes(gather: Gather) -> int:
     """Stored bytes of one row: one index of dim 0."""
     return num_bytes(gather.stored_dtype, (1, *gather.shape[1:]))
@@ -71,8 +76,8 @@ def _read_part(
         offset = box.payload_offset + (start + index * stride) * width
         part = out[index - lo[dim] : index - lo[dim] + count]
         if whole and part.flags.c_contiguous:
-            sources.read_into(box.source, memoryview(part.reshape(-1).view(np.uint8)).cast("B"), offset)
+            sources.read_into(box.source, byte_view(part), offset)
             continue
         slab = np.empty((count, *shape[dim + 1 :]), out.dtype)
-        sources.read_into(box.source, memoryview(slab.reshape(-1).view(np.uint8)).cast("B"), offset)
+        sources.read_into(box.source, byte_view(slab), offset)
         part[...] = slab[(slice(None), *(slice(lo[d], hi[d]) for d in range(dim + 1, len(shape))))]

@@ -11,10 +11,10 @@ INDEX = "e"
 
 
 class Slot(NamedTuple):
-    """Where one HF tensor lives natively: an FQN, and its place along dim 0 when it is part of a stack."""
+    """Where one HF tensor lives natively: an FQN, and its expert id, the place along dim 0, when it is part of a stack."""
 
     fqn: str
-    index: int | None
+    expert: int | None
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Rename:
         found = self._patterns[0].fullmatch(hf_name)
         return Slot(self.fqn.format(**found.groupdict()), None) if found else None
 
-    def to_hf(self, fqn: str, index: int | None) -> str | None:
+    def to_hf(self, fqn: str, expert: int | None) -> str | None:
         """The HF name of a slot, or None when the rule is not about it."""
         found = self._patterns[1].fullmatch(fqn)
-        return self.hf.format(**found.groupdict()) if found and index is None else None
+        return self.hf.format(**found.groupdict()) if found and expert is None else None
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Stack:
         if found is None:
             return None
         fields = found.groupdict()
-        index = int(fields.pop(INDEX))
-        return Slot(self.fqn.format(**fields), index)
+        expert = int(fields.pop(INDEX))
+        return Slot(self.fqn.format(**fields), expert)
 
-    def to_hf(self, fqn: str, index: int | None) -> str | None:
+    def to_hf(self, fqn: str, expert: int | None) -> str | None:
         """The HF name of one place in a stack, or None when the rule is not about it."""
         found = self._patterns[1].fullmatch(fqn)
-        return self.hf.format(**found.groupdict(), **{INDEX: index}) if found and index is not None else None
+        return self.hf.format(**found.groupdict(), **{INDEX: expert}) if found and expert is not None else None
 
     def is_stack(self, fqn: str) -> bool:
         """Whether the FQN is a stack of this rule."""
@@ -88,17 +88,17 @@ class Profile:
                 return slot
         return Slot(hf_name, None)
 
-    def to_hf(self, fqn: str, index: int | None = None) -> str:
+    def to_hf(self, fqn: str, expert: int | None = None) -> str:
         """The HF name of a slot.
 
         Raises:
-            KeyError: an index was given for an FQN that is no stack.
+            KeyError: an expert was given for an FQN that is no stack.
         """
         fqn = self.without_holder(fqn)
         for rule in self.rules:
-            if name := rule.to_hf(fqn, index):
+            if name := rule.to_hf(fqn, expert):
                 return name
-        if index is not None:
+        if expert is not None:
             raise KeyError(f"{fqn} is no stack of profile {self.name}")
         return fqn
 

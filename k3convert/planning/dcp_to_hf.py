@@ -261,14 +261,14 @@ class _Planner:
             self.largest_matrix = 2 * entry.nbytes
         if name.endswith(PLAIN_SUFFIX) and plain.fqn not in tensors:
             if packed.fqn in tensors and scale.fqn in tensors:
-                return self._decoded(entry, module, packed.fqn, scale.fqn, packed.index)
+                return self._decoded(entry, module, packed.fqn, scale.fqn, packed.expert)
         elif packed.fqn in tensors or name.endswith(PLAIN_SUFFIX):
             if place.fqn in tensors:
-                return self._moved(entry, name, place.fqn, place.index)
+                return self._moved(entry, name, place.fqn, place.expert)
         elif plain.fqn in tensors:
             if self.own is not None and name.endswith(SCALE_SUFFIX) and scale.fqn in tensors:
-                return self._moved(entry, name, scale.fqn, scale.index)
-            return self._encoded(entry, module, plain.fqn, plain.index)
+                return self._moved(entry, name, scale.fqn, scale.expert)
+            return self._encoded(entry, module, plain.fqn, plain.expert)
         self.missing.append(name)
         return []
 

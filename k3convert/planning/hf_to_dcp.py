@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,7 +203,7 @@ class _Planner:
                 tensor.offset,
                 tensor.nbytes,
                 place.fqn,
-                place.index,
+                place.expert,
                 slot,
                 transformation,
                 stored_dtype,
@@ -325,7 +325,7 @@ class _Planner:
         self.stacks[fqn] = stored
 
     def _place_stack(
-        self, hf_name: str, dtype: str, shape: tuple[int, ...], ops: list[tuple[Op, ...]], run: int
+        self, hf_name: str, dtype: str, shape: tuple[int, ...], ops: Sequence[tuple[Op, ...]], run: int
     ) -> str:
         place = self.options.profile.to_fqn(hf_name)
         chunks = []

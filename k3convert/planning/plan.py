@@ -149,7 +149,7 @@ class TensorRecord(NamedTuple):
     offset: int
     nbytes: int
     fqn: str
-    index: int | None
+    expert: int | None
     slot: int
     transformation: str
     stored_dtype: str

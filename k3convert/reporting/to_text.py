@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 INDENT = "  "
+SHOWN = 5
 
 
 def size_text(nbytes: float) -> str:
@@ -78,4 +79,40 @@ def conversion_text(document: Mapping[str, Any]) -> str:
                 lines.append(f"{INDENT}{name}: {len(value)}, for example {value[0]}")
         else:
             lines.append(f"{INDENT}{name}: {value}")
+    return "\n".join(lines)
+
+
+def inspection_text(document: Mapping[str, Any]) -> str:
+    """The result of ``inspect``."""
+    head = (
+        f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors in {document['num_files']} files, "
+        f"{size_text(document['total_bytes'])} ({document['total_bytes']:,} bytes)"
+    )
+    lines = [
+        head,
+        f"experts: {document['experts']}, {document['packed_pairs']:,} packed pairs",
+        f"values: {document['packed_values']:,} packed, {document['plain_values']:,} plain",
+    ]
+    if document["kept_scales"]:
+        lines.append(f"scales kept beside decoded experts: {document['kept_scales']:,}")
+    for title, tallies in (("component", document["components"]), ("dtype", document["dtypes"])):
+        rows = [(name, tally["tensors"], tally["bytes"], tally["values"]) for name, tally in tallies.items()]
+        lines += ["", table_text((title, "tensors", "bytes", "values"), rows)]
+    if document["other_entries"]:
+        lines += ["", f"other entries: {len(document['other_entries'])}, for example {document['other_entries'][0]}"]
+    lines += ["", census_text(document["census"])]
+    return "\n".join(lines)
+
+
+def census_text(census: Mapping[str, Any] | None) -> str:
+    """The verdict of a census, with the first few names of each kind."""
+    if census is None:
+        return "census: not run, there is no config.json"
+    if census["ok"]:
+        return f"census: ok, {census['found']:,} tensors are the {census['expected']:,} that config.json calls for"
+    lines = [f"census: DIFFERENT, {census['found']:,} found, {census['expected']:,} expected"]
+    for kind in ("missing", "unexpected", "wrong_shape", "wrong_dtype"):
+        if census[kind]["count"]:
+            lines.append(f"{INDENT}{kind.replace('_', ' ')}: {census[kind]['count']:,}")
+            lines += [f"{INDENT}{INDENT}{name}" for name in census[kind]["names"][:SHOWN]]
     return "\n".join(lines)

@@ -65,9 +65,9 @@ def forward(
     Returns:
         ``o`` ``[B, T, H, V]`` in v's dtype, and the final state ``[N, H, K, V]`` in the inside dtype, or None.
         Normalised q and k are rounded once to their own dtype; everything after that is in the inside dtype.
-        An empty document hands its state through. The result does not depend on what else is packed into the row,
-        and repeated calls on the CPU are bitwise equal. Differentiable once; the backward recomputes the forward and
-        treats the rounding of q and k as the identity.
+        An empty document hands its state through. A document's result does not depend on its neighbours, up to the
+        last bits of sums; repeated calls on the CPU are bitwise equal. Differentiable once; the backward recomputes
+        the forward and treats the rounding of q and k as the identity.
 
     Raises:
         ValueError: shapes that do not belong together, or a ``cu_seqlens`` that does not cover the row.

@@ -45,7 +45,8 @@ def mla_attention(
     Raises:
         ValueError: both kinds of document bounds, or shapes that do not belong together.
     """
-    visible, is_padding = visibility(q, k, v, cu_seqlens, document_ids, query_start)
+    check_shapes(q, k, v, query_start)
+    visible, is_padding = visibility(q, k, cu_seqlens, document_ids, query_start)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     weights = torch.softmax(scores, -1, dtype=inside_dtype(q)).to(q.dtype)
@@ -53,8 +54,20 @@ def mla_attention(
     return out if is_padding is None else out.masked_fill(is_padding[:, :, None, None], 0)
 
 
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, query_start: int) -> None:
+    """Refuse tensors that do not belong together.
+
+    Raises:
+        ValueError: the batches, heads or widths differ, or a query lies outside the keys.
+    """
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
+    if query_start < 0 or query_start + q.shape[1] > k.shape[1]:
+        raise ValueError(f"queries {query_start} to {query_start + q.shape[1]} lie outside {k.shape[1]} keys")
+
+
 def visibility(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, document_ids: Tensor | None, query_start: int
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, document_ids: Tensor | None, query_start: int
 ) -> tuple[Tensor, Tensor | None]:
     """Which keys each query sees, and which queries are padding.
 
@@ -66,10 +79,6 @@ def visibility(
         ValueError: see ``mla_attention``.
     """
     batch, num_queries, num_keys = q.shape[0], q.shape[1], k.shape[1]
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
-    if query_start < 0 or query_start + num_queries > num_keys:
-        raise ValueError(f"queries {query_start} to {query_start + num_queries} lie outside {num_keys} keys")
     if cu_seqlens is not None and document_ids is not None:
         raise ValueError("documents are given twice: by cu_seqlens and by document_ids")
     position = torch.arange(num_keys, device=q.device)

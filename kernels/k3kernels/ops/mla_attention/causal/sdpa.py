@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from k3kernels.documents import document_bounds
-from k3kernels.ops.mla_attention.causal.eager import visibility
+from k3kernels.ops.mla_attention.causal.eager import check_shapes, visibility
 
 
 def mla_attention(
@@ -27,13 +27,14 @@ def mla_attention(
     query_start: int = 0,
 ) -> Tensor:
     """See ``eager.mla_attention``. Packed documents run one after another, without a score mask."""
+    check_shapes(q, k, v, query_start)
     is_square = query_start == 0 and q.shape[1] == k.shape[1]
     if is_square and document_ids is None:
         bounds = (0, q.shape[1]) if cu_seqlens is None else document_bounds(q.shape[0], q.shape[1], cu_seqlens)
         spans = [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
         outputs = [_attend(q[:, span], k[:, span], v[:, span], scale, None) for span in spans]
         return torch.cat(outputs, 1) if outputs else v.new_zeros(v.shape)
-    visible, is_padding = visibility(q, k, v, cu_seqlens, document_ids, query_start)
+    visible, is_padding = visibility(q, k, cu_seqlens, document_ids, query_start)
     out = _attend(q, k, v, scale, visible[:, None])
     return out if is_padding is None else out.masked_fill(is_padding[:, :, None, None], 0)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from k3kernels import K3Op
 from k3model.config import KimiK3Config
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.presets import tiny_config_dict
-from safetensors.torch import load_file
-from torch import Tensor
 
 EXPERTS = ".block_sparse_moe.experts."
 

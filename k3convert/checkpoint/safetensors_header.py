@@ -123,18 +123,19 @@ def build_header(
 def _header_length(path: Path, head: bytes, file_bytes: int) -> int:
     if file_bytes == 0:
         raise BadShard(f"{path}: the file is empty (0 bytes)", hint="fetch it again")
+    if len(head) < LENGTH_BYTES:
+        raise BadShard(f"{path}: {file_bytes} bytes, too short for a safetensors file")
+    length = int.from_bytes(head, "little")
+    if LENGTH_BYTES + length <= file_bytes and length <= MAX_HEADER_BYTES:
+        return length
+    # text read as a length is astronomically large: say what the file is instead
     if head.startswith(b"version "):
         raise BadShard(f"{path}: a Git LFS pointer, not the file it points to", hint="run git lfs pull")
     if head.lstrip()[:1] == b"<":
         raise BadShard(f"{path}: an HTML or XML page, not a safetensors file", hint="fetch it again")
-    if len(head) < LENGTH_BYTES:
-        raise BadShard(f"{path}: {file_bytes} bytes, too short for a safetensors file")
-    length = int.from_bytes(head, "little")
     if length > MAX_HEADER_BYTES:
         raise BadShard(f"{path}: the header claims {length} bytes, the format allows {MAX_HEADER_BYTES}")
-    if LENGTH_BYTES + length > file_bytes:
-        raise BadShard(f"{path}: the header claims {length} bytes, the file has {file_bytes - LENGTH_BYTES} after it")
-    return length
+    raise BadShard(f"{path}: the header claims {length} bytes, the file has {file_bytes - LENGTH_BYTES} after it")
 
 
 def _check_metadata(path: Path, metadata: object) -> None:

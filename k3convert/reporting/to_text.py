@@ -116,3 +116,45 @@ def census_text(census: Mapping[str, Any] | None) -> str:
             lines.append(f"{INDENT}{kind.replace('_', ' ')}: {census[kind]['count']:,}")
             lines += [f"{INDENT}{INDENT}{name}" for name in census[kind]["names"][:SHOWN]]
     return "\n".join(lines)
+
+
+def verification_text(document: Mapping[str, Any]) -> str:
+    """The verdict of ``verify``."""
+    what = "structure and digests" if document["digests_known"] else "structure (no digests are recorded)"
+    lines = [
+        f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors, "
+        f"{size_text(document['num_bytes'])} read, content {document['content_digest'][:16]}",
+        f"{what}: {'ok' if not document['faults'] else str(len(document['faults'])) + ' FAULTS'}",
+        *_shown(document["faults"]),
+    ]
+    if document["against"] is not None:
+        count = len(document["differences"])
+        lines.append(f"against {document['against']}: {'identical' if not count else f'{count:,} DIFFERENCES'}")
+        lines += _shown(document["differences"])
+    return "\n".join(lines)
+
+
+def diff_text(document: Mapping[str, Any]) -> str:
+    """The result of ``diff``."""
+    differences = document["differences"]
+    equal = (
+        f"{document['tensors_bitwise_equal']:,} of {document['tensors_compared']:,} common tensors are bitwise equal"
+    )
+    lines = [f"{document['first']} and {document['second']}: {equal}"]
+    counts: dict[str, int] = {}
+    for difference in differences:
+        counts[difference["kind"]] = counts.get(difference["kind"], 0) + 1
+    lines += [f"{INDENT}{kind}: {count:,}" for kind, count in counts.items()]
+    for difference in differences[:SHOWN]:
+        figures = (
+            f" (max {difference['max_ulp']} ULP, max abs {difference['max_abs']:.3g})"
+            if difference["kind"] == "values"
+            else ""
+        )
+        lines.append(f"{INDENT}{difference['kind']} {difference['name']}: {difference['detail']}{figures}")
+    return "\n".join(lines)
+
+
+def _shown(lines: Sequence[str]) -> list[str]:
+    more = [f"{INDENT}... and {len(lines) - SHOWN:,} more"] if len(lines) > SHOWN else []
+    return [f"{INDENT}{line}" for line in lines[:SHOWN]] + more

@@ -49,7 +49,10 @@ class OpInputs:
         return tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in self.args)
 
     def run(self, op: Callable[..., Any], *, seed: int = 1) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and the gradients of all floating arguments for random gradients of the outputs."""
+        """Outputs, and the gradients of all floating arguments for random gradients of the outputs.
+
+        The random gradients are bfloat16 numbers, so that every dtype gets the same ones.
+        """
         leaves = self.leaves()
         returned = op(*leaves, **self.kwargs)
         outputs = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
@@ -58,7 +61,9 @@ class OpInputs:
         if not differentiable:
             return outputs, []
         generator = torch.Generator(outputs[0].device).manual_seed(seed)
-        grads = [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in differentiable]
+        grads = [
+            torch.randn(x.shape, device=x.device, generator=generator).bfloat16().to(x.dtype) for x in differentiable
+        ]
         return [x.detach() for x in outputs], list(torch.autograd.grad(differentiable, wanted, grads))
 
 

@@ -45,7 +45,12 @@ class LanguageModel(nn.Module):
         text = config.text
         self.model = TextDecoder(text)
         self.lm_head = LanguageHead(text.hidden_size, text.vocab_size, config.ignore_index)
-        if text.tie_word_embeddings:
+        self.is_tied = text.tie_word_embeddings
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make embedding and head one parameter where the config says so; moving off ``meta`` takes them apart."""
+        if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
@@ -90,7 +95,9 @@ class KimiK3ForConditionalGeneration(nn.Module):
         """
         with torch.device("meta"):
             network = cls(config, ops)
-        return network.to(dtype).to_empty(device=device)
+        network.to(dtype).to_empty(device=device)
+        network.language_model.tie_weights()
+        return network
 
     @classmethod
     def from_config(

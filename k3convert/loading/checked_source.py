@@ -1,0 +1,106 @@
+"""A checkpoint of any form, with nothing missing and nothing left over: what a network is filled from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3convert.checkpoint.dcp_metadata import METADATA_NAME
+from k3convert.checkpoint.hf_folder import CONFIG_NAME, open_hf_folder, read_config
+from k3convert.errors import CensusMismatch, UsageError
+from k3convert.planning.hf_sidecar import ASSET_FILES
+from k3convert.planning.inventory import ACCEPTED_DTYPES, TIED, layer_of, parse_config, take_inventory
+from k3convert.planning.logical_tensors import LogicalCheckpoint, LogicalTensor, open_logical
+from k3model.census import TensorSpec, census
+from k3model.config import KimiK3Config
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource:
+    """A checkpoint whose tensors are those that its config calls for.
+
+    Attributes:
+        config: cut to the layers that were asked for.
+        checkpoint: how to read each tensor, under its released name.
+        dropped: names of tensors of layers that were not asked for.
+    """
+
+    config: KimiK3Config
+    checkpoint: LogicalCheckpoint
+    dropped: tuple[str, ...]
+
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """How to read each tensor, under its released name."""
+        return self.checkpoint.tensors
+
+
+def open_checked(folder: Path, *, num_layers: int | None = None) -> CheckedSource:
+    """Open an HF or a DCP folder, and compare what it holds with its config.
+
+    Raises:
+        BadInput: one of its kinds: no readable checkpoint, a bad config, tensors missing, left over or of another
+            shape or dtype. All offenders are listed.
+        UsageError: no folder, or ``num_layers`` is not in 1..num_hidden_layers.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    is_dcp = (folder / METADATA_NAME).exists()
+    whole = parse_config(read_config(_config_folder(folder) if is_dcp else folder), folder)
+    depth = whole.text.num_hidden_layers
+    if num_layers is not None and not 1 <= num_layers <= depth:
+        raise UsageError(f"num_layers {num_layers}: {folder} has layers 1 to {depth}")
+    if not is_dcp:
+        # Half a packed pair, or a pair beside a plain weight, is found here and named.
+        take_inventory(open_hf_folder(folder), num_layers=num_layers)
+    checkpoint = open_logical(folder)
+    config = whole if num_layers is None else whole.with_num_layers(num_layers)
+    dropped = [name for name in checkpoint.tensors if _is_cut(name, config, depth)]
+    offenders = _differences(config, checkpoint.tensors, dropped)
+    if offenders:
+        raise CensusMismatch(
+            f"{folder}: {len(offenders)} differences between its {len(checkpoint.tensors)} tensors and those that its "
+            "config calls for",
+            offenders=offenders,
+        )
+    return CheckedSource(config, checkpoint, tuple(dropped))
+
+
+def _config_folder(folder: Path) -> Path:
+    """Where a DCP keeps the config: among the files of its source, or beside the weights."""
+    kept = folder / ASSET_FILES
+    return kept if (kept / CONFIG_NAME).is_file() else folder
+
+
+def _is_cut(name: str, config: KimiK3Config, depth: int) -> bool:
+    layer = layer_of(name)
+    return layer is not None and config.text.num_hidden_layers <= layer < depth
+
+
+def _differences(config: KimiK3Config, tensors: Mapping[str, LogicalTensor], dropped: Iterable[str]) -> list[str]:
+    offenders: list[str] = []
+    left_over = set(tensors).difference(dropped)
+    for spec in census(config, packed=False):
+        tensor = tensors.get(spec.name)
+        if tensor is not None:
+            left_over.discard(spec.name)
+            offenders += _misfits(spec, tensor)
+        elif not (_is_tied(spec.name, config) and any(name in tensors for name in TIED)):
+            offenders.append(f"missing: {spec.name}")
+    offenders += [f"unexpected: {name}" for name in sorted(left_over) if not _is_tied(name, config)]
+    return offenders
+
+
+def _is_tied(name: str, config: KimiK3Config) -> bool:
+    return config.text.tie_word_embeddings and name in TIED
+
+
+def _misfits(spec: TensorSpec, tensor: LogicalTensor) -> list[str]:
+    found = []
+    if tensor.shape not in spec.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
+        found.append(f"shape of {spec.name}: found {list(tensor.shape)}, wanted {wanted}")
+    if tensor.dtype not in ACCEPTED_DTYPES[spec.dtype]:
+        found.append(f"dtype of {spec.name}: found {tensor.dtype}, wanted {' or '.join(ACCEPTED_DTYPES[spec.dtype])}")
+    return found

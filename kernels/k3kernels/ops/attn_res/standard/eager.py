@@ -27,7 +27,8 @@ def forward(
 
     Returns:
         ``[..., D]`` in the prefix's dtype. Scores, softmax and mix are in the inside dtype without any rounding before
-        the last cast; the sum runs over the bank in order and then the prefix. Differentiable once.
+        the last cast: a value is normalised first, then multiplied by the product of the two weights, then summed; the
+        mix runs over the bank in order and then the prefix. Differentiable once.
 
     Raises:
         ValueError: a bank entry differs from the prefix in shape or dtype.
@@ -37,7 +38,7 @@ def forward(
     sources = (*bank, prefix)
     inside = inside_dtype(prefix)
     query = norm_weight.to(inside) * proj_weight.to(inside).reshape(-1)
-    weight = torch.stack([_rstd(source, eps) * _score(source, query) for source in sources]).softmax(0)
+    weight = torch.stack([_score(source.to(inside) * _rstd(source, eps), query) for source in sources]).softmax(0)
     mixed = weight[0] * sources[0].to(inside)
     for share, source in zip(weight[1:], sources[1:], strict=True):
         mixed = mixed + share * source.to(inside)

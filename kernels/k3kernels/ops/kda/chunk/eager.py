@@ -7,10 +7,12 @@ The recurrence of ``kda/recurrent`` in the form of Kimi Linear (arXiv 2510.26692
     P[r, i] = <q_r, k_i exp(G_r - G_i)>          i <= r        U = T (beta v),  W = T (beta k exp(G))
     V' = U - W S        o = (q exp(G)) S + P V'        S_next = diag(exp(G_last)) S + (k exp(G_last - G))^T V'
 
-No exponent is ever positive, for any decay and in the backward too. The products with ``exp(G_r - G_i)`` are formed by
-halving: rows of the later half of a segment meet columns of the earlier half through the decay at the border between
-them, ``exp(G_r - G_border) * exp(G_border - G_i)``, and then each half is treated the same way. What underflows in a
-factor would underflow in the product.
+The products with ``exp(G_r - G_i)`` are formed by halving: rows of the later half of a segment meet columns of the
+earlier half through the border between them, ``exp(G_r - G_border) * exp(G_border - G_i)``, and then each half is
+treated the same way. So no exponent is ever positive, for any decay and in the backward too, and what underflows in a
+factor would underflow in the product. Every exponent is summed outwards from its border rather than taken as a
+difference of two sums over the chunk, which may reach -320 and would lose 2e-5 in float32; the gradient of g is summed
+likewise.
 
 Shape suffixes: B = batch, T = tokens, H = heads, K = key channels, V = value channels, N = documents, M = chunks of
 all documents, C = rows of a chunk (64).
@@ -189,7 +191,7 @@ class _Chunks:
     beta: Tensor
     from_start: Tensor  # exp(G)
     to_end: Tensor  # exp(G_last - G)
-    log_decay: Tensor  # G
+    g: Tensor
     key_products: Tensor  # A without its beta: strictly lower [C, C]
     scores: Tensor  # P: lower, with the diagonal [C, C]
     system: Tensor  # I + A
@@ -203,15 +205,14 @@ class _Chunks:
         k_c = _l2_normalize(layout.gather(k, inside)).to(k.dtype).to(inside)
         v_c = layout.gather(v, inside)
         beta_c = layout.gather(beta[..., None], inside)
-        log_decay = layout.gather(g, inside).cumsum(2)
-        from_start = log_decay.exp()
-        scores, key_products = _decayed_products(q_c, k_c, log_decay)
+        g_c = layout.gather(g, inside)
+        from_start, to_end = g_c.cumsum(-2).exp(), _sums_after(g_c).exp()
+        scores, key_products = _decayed_products(q_c, k_c, g_c)
         scores.diagonal(dim1=-2, dim2=-1).copy_((q_c * k_c).sum(-1))
         system = beta_c * key_products + torch.eye(CHUNK, dtype=inside, device=q.device)
         right_side = torch.cat((beta_c * v_c, beta_c * k_c * from_start), -1)
         solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         u, w = solved.split((v_c.shape[-1], k_c.shape[-1]), dim=-1)
-        to_end = (log_decay[..., -1:, :] - log_decay).exp()
         return cls(
             q=q_c,
             k=k_c,
@@ -219,7 +220,7 @@ class _Chunks:
             beta=beta_c,
             from_start=from_start,
             to_end=to_end,
-            log_decay=log_decay,
+            g=g_c,
             key_products=key_products,
             scores=scores,
             system=system,
@@ -297,24 +298,23 @@ def _chunk_gradients(chunks: _Chunks, scan: _Scan, reverse: _ReverseScan, grad_o
     x_u, x_w = solved.split((chunks.v.shape[-1], chunks.k.shape[-1]), dim=-1)
     grad_system = -(x_u @ chunks.u.mT + x_w @ chunks.w.mT).tril(-1)
 
-    pair_q, pair_k_late, pair_k_early = _decayed_products_backward(
-        chunks.q, chunks.k, chunks.log_decay, grad_scores, chunks.beta * grad_system
-    )
+    pairs = _decayed_products_backward(chunks.q, chunks.k, chunks.g, grad_scores, chunks.beta * grad_system)
     diagonal = grad_scores.diagonal(dim1=-2, dim2=-1)[..., None]
-    grad_q = chunks.from_start * (grad_o @ scan.start_states.mT) + pair_q
-    # k enters with a decay that ends at its row (late) and with one that begins there (early)
-    grad_k_late = chunks.beta * chunks.from_start * x_w + pair_k_late
+    grad_q = chunks.from_start * (grad_o @ scan.start_states.mT)
+    grad_k_start = chunks.beta * chunks.from_start * x_w
     grad_k_end = chunks.to_end * (scan.new_values @ reverse.next_states.mT)
-    grad_k_early = grad_k_end + pair_k_early
-
-    grad_log_decay = chunks.q * grad_q + chunks.k * (grad_k_late - grad_k_early)
     kept_state = (chunks.chunk_decay * scan.start_states * reverse.next_states).sum(-1)
-    grad_log_decay[..., -1, :] += (chunks.k * grad_k_end).sum(-2) + kept_state
+    grad_g = (
+        pairs.g
+        + _sums_from(chunks.q * grad_q + chunks.k * grad_k_start)
+        + _sums_before(chunks.k * grad_k_end)
+        + kept_state[..., None, :]
+    )
     return _ChunkGradients(
-        q=grad_q + diagonal * chunks.k,
-        k=grad_k_late + grad_k_early + diagonal * chunks.q,
+        q=grad_q + pairs.q + diagonal * chunks.k,
+        k=grad_k_start + grad_k_end + pairs.k + diagonal * chunks.q,
         v=chunks.beta * x_u,
-        g=grad_log_decay.flip(2).cumsum(2).flip(2),
+        g=grad_g,
         beta=(x_u * chunks.v).sum(-1)
         + (x_w * chunks.k * chunks.from_start).sum(-1)
         + (grad_system * chunks.key_products).sum(-1),
@@ -334,13 +334,12 @@ class _Halves(NamedTuple):
         return cls(segments[..., 1, :, :], segments[..., 0, :, :])
 
 
-def _halvings(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _halvings(g: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Every halving, with the decay from the border to the late rows and from the early rows to the border."""
     half = CHUNK // 2
     while half:
-        decay = _Halves.of(log_decay, half)
-        border = decay.early[..., -1:, :]
-        yield half, (decay.late - border).exp(), (border - decay.early).exp()
+        halves = _Halves.of(g, half)
+        yield half, halves.late.cumsum(-2).exp(), _sums_after(halves.early).exp()
         half //= 2
 
 
@@ -351,11 +350,11 @@ def _meeting_block(products: Tensor, half: int) -> Tensor:
     return blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """``<x_r, k_i exp(G_r - G_i)>`` for x = q and x = k and ``i < r``; zero elsewhere: two ``[M, H, C, C]``."""
     of_q = q.new_zeros(*q.shape[:-1], CHUNK)
     of_k = torch.zeros_like(of_q)
-    for half, to_late, to_border in _halvings(log_decay):
+    for half, to_late, to_border in _halvings(g):
         late_q, late_k = _Halves.of(q, half).late * to_late, _Halves.of(k, half).late * to_late
         block = torch.cat((late_q, late_k), -2) @ (_Halves.of(k, half).early * to_border).mT
         _meeting_block(of_q, half).copy_(block[..., :half, :])
@@ -363,19 +362,46 @@ def _decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, 
     return of_q, of_k
 
 
-def _decayed_products_backward(
-    q: Tensor, k: Tensor, log_decay: Tensor, grad_of_q: Tensor, grad_of_k: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, of k as the late factor and of k as the early factor; the border's own gradient is zero."""
-    grad_q, grad_k_late, grad_k_early = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
-    for half, to_late, to_border in _halvings(log_decay):
+class _PairGradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    g: Tensor
+
+
+def _decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, grad_of_q: Tensor, grad_of_k: Tensor) -> _PairGradients:
+    """Gradients of q, k and g through both products.
+
+    A g in a late half decays the rows from its own on, one in an early half the rows before it.
+    """
+    grads = _PairGradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(g))
+    for half, to_late, to_border in _halvings(g):
         grad_block = torch.cat((_meeting_block(grad_of_q, half), _meeting_block(grad_of_k, half)), -2)
-        late = torch.cat((_Halves.of(q, half).late * to_late, _Halves.of(k, half).late * to_late), -2)
-        grad_late = grad_block @ (_Halves.of(k, half).early * to_border)
-        _Halves.of(grad_q, half).late.add_(grad_late[..., :half, :] * to_late)
-        _Halves.of(grad_k_late, half).late.add_(grad_late[..., half:, :] * to_late)
-        _Halves.of(grad_k_early, half).early.add_((grad_block.mT @ late) * to_border)
-    return grad_q, grad_k_late, grad_k_early
+        late_q, late_k = _Halves.of(q, half).late * to_late, _Halves.of(k, half).late * to_late
+        early_k = _Halves.of(k, half).early * to_border
+        grad_late = grad_block @ early_k
+        grad_late_q, grad_late_k = grad_late[..., :half, :], grad_late[..., half:, :]
+        grad_early_k = grad_block.mT @ torch.cat((late_q, late_k), -2)
+        _Halves.of(grads.q, half).late.add_(grad_late_q * to_late)
+        _Halves.of(grads.k, half).late.add_(grad_late_k * to_late)
+        _Halves.of(grads.k, half).early.add_(grad_early_k * to_border)
+        _Halves.of(grads.g, half).late.add_(_sums_from(late_q * grad_late_q + late_k * grad_late_k))
+        _Halves.of(grads.g, half).early.add_(_sums_before(early_k * grad_early_k))
+    return grads
+
+
+def _sums_from(x: Tensor) -> Tensor:
+    """For every row, the sum of it and all rows after it: ``[..., R, K]``."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def _sums_after(x: Tensor) -> Tensor:
+    """For every row, the sum of all rows after it."""
+    return _sums_from(torch.cat((x[..., 1:, :], torch.zeros_like(x[..., :1, :])), -2))
+
+
+def _sums_before(x: Tensor) -> Tensor:
+    """For every row, the sum of all rows before it."""
+    return torch.cat((torch.zeros_like(x[..., :1, :]), x[..., :-1, :]), -2).cumsum(-2)
 
 
 def _l2_normalize(x: Tensor) -> Tensor:

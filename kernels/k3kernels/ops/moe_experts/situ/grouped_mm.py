@@ -2,8 +2,8 @@
 
 What the operator asks for, and what follows here: strides that are multiples of 16 bytes (checked, with a reason);
 plain contiguous operands (a gradient that was expanded has stride 0 and is refused, so gradients are made contiguous);
-offsets that cover every row, because rows past the last offset are left uninitialised (they always do here); and an
-expert without rows leaves its weight gradient unwritten on some devices, so it is zeroed.
+and offsets that cover every row, because rows past the last offset are left uninitialised (they always do here). What
+the weight gradient of an expert without rows is, torch does not say; it is set to zero.
 """
 
 from __future__ import annotations

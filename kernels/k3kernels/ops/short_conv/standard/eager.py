@@ -87,10 +87,10 @@ def final_history(flat: Tensor, history: Tensor, bounds: tuple[int, ...]) -> Ten
 
 
 def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
-    """The weighted sum over the window: ``[W - 1 + T, C]`` -> ``[T, C]``, oldest tap first."""
+    """The weighted sum over the window: ``[W - 1 + T, C]`` -> ``[T, C]``, from the current token backwards."""
     width = weight.shape[-1]
     tokens = padded.shape[0] - (width - 1)
-    out = padded[:tokens] * weight[:, 0, 0]
-    for tap in range(1, width):
+    out = padded[width - 1 :] * weight[:, 0, width - 1]
+    for tap in range(width - 2, -1, -1):
         out = out + padded[tap : tap + tokens] * weight[:, 0, tap]
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quoted
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,22 +41,21 @@ class StoredRecord(NamedTuple):
     stored_dtype: str
     stored_digest: str | None
 
-    def line(self) -> bytes:
-        """The record as one line of JSON."""
-        document: dict[str, Any] = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "digest": self.digest,
-            "source": dict(self.source),
-            "transformation": self.transformation,
-            "fqn": self.fqn,
-        }
-        if self.expert is not None:
-            document["expert"] = self.expert
-        if self.stored_digest is not None:
-            document["stored"] = {"dtype": self.stored_dtype, "digest": self.stored_digest}
-        return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8") + b"\n"
+    def line(self) -> str:
+        """The record as one line of JSON, put together by hand: half a million of them are written at once."""
+        source = self.source
+        expert = "" if self.expert is None else f',"expert":{self.expert}'
+        stored = (
+            ""
+            if self.stored_digest is None
+            else f',"stored":{{"dtype":"{self.stored_dtype}","digest":"{self.stored_digest}"}}'
+        )
+        return (
+            f'{{"name":{quoted(self.name)},"dtype":"{self.dtype}","shape":[{",".join(map(str, self.shape))}],'
+            f'"digest":"{self.digest}","source":{{"file":{quoted(source["file"])},"offset":{source["offset"]},'
+            f'"nbytes":{source["nbytes"]}}},"transformation":"{self.transformation}","fqn":{quoted(self.fqn)}'
+            f"{expert}{stored}}}\n"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +137,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_records(path: Path, records: Iterable[StoredRecord], stacks: Iterable[Mapping[str, Any]]) -> tuple[int, str]:
     """Write one group's records, then its stacks; the file's size in bytes and its digest."""
-    data = b"".join(
-        (
-            *(record.line() for record in records),
-            *(json.dumps(stack, separators=(",", ":"), ensure_ascii=False).encode() + b"\n" for stack in stacks),
-        )
-    )
+    lines = [record.line() for record in records]
+    lines += [json.dumps(stack, separators=(",", ":"), ensure_ascii=False) + "\n" for stack in stacks]
+    data = "".join(lines).encode("utf-8")
     path.write_bytes(data)
     return len(data), digest_hex(data)
 

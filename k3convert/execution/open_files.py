@@ -53,7 +53,9 @@ class SourceFiles:
         Raises:
             BadInput: the file ends too early, or cannot be read.
         """
-        descriptor = self.descriptor(source)
+        descriptor = self._descriptors.get(source)
+        if descriptor is None:
+            descriptor = self.descriptor(source)
         done, wanted = 0, len(view)
         while done < wanted:
             try:

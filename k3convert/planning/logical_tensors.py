@@ -33,11 +33,12 @@ class LogicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class LogicalCheckpoint:
-    """All tensors of a checkpoint, and the files they are read from."""
+    """All tensors of a checkpoint, the files they are read from, and what else a DCP holds."""
 
     path: Path
     tensors: Mapping[str, LogicalTensor]
     files: tuple[SourceFile, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def open_logical(path: Path) -> LogicalCheckpoint:
@@ -91,7 +92,7 @@ def _open_dcp(folder: Path) -> LogicalCheckpoint:
             boxes = tuple(reader.boxes(fqn, expert))
             nbytes = num_bytes(tensor.dtype, shape) if prod(shape) else 0
             stored[K3.to_hf(fqn, expert)] = Gather(boxes, tensor.dtype, tensor.dtype, shape, nbytes, NO_SLOT)
-    return LogicalCheckpoint(folder, _joined(stored), source.files)
+    return LogicalCheckpoint(folder, _joined(stored), source.files, source.left_out)
 
 
 def _joined(stored: Mapping[str, Gather]) -> dict[str, LogicalTensor]:

@@ -14,6 +14,7 @@ from k3model.xtml import END_OF_MESSAGE, Segment
 
 RANKS_FILE = "tiktoken.model"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CONFIG_FILE = "config.json"
 NUM_SPECIAL_TOKENS = 256
 
 # tiktoken panics on longer texts, and its regular expression is quadratic in the length of a run.
@@ -50,11 +51,14 @@ class KimiTokenizer:
     """Text to token ids and back.
 
     Attributes:
-        special_tokens: name to id of the 256 special tokens; unnamed ones are ``<|reserved_token_ID|>``.
+        special_tokens: name to id of the special tokens, which follow the ranks; unnamed ones are
+            ``<|reserved_token_ID|>``.
     """
 
-    def __init__(self, ranks: Mapping[bytes, int], special_names: Mapping[int, str]) -> None:
-        """Build from ranks and the names of special ids.
+    def __init__(
+        self, ranks: Mapping[bytes, int], special_names: Mapping[int, str], num_special: int = NUM_SPECIAL_TOKENS
+    ) -> None:
+        """Build from ranks, the names of special ids, and how many special ids there are.
 
         Raises:
             ValueError: the ranks are not 0..N-1, or a name belongs to no special id.
@@ -64,10 +68,11 @@ class KimiTokenizer:
         num_ranks = len(ranks)
         if set(ranks.values()) != set(range(num_ranks)):
             raise ValueError(f"{num_ranks} token ranks must be 0..{num_ranks - 1} without a gap")
-        special_ids = range(num_ranks, num_ranks + NUM_SPECIAL_TOKENS)
+        special_ids = range(num_ranks, num_ranks + num_special)
         outside = sorted(set(special_names) - set(special_ids))
         if outside:
             raise ValueError(f"special ids {outside[:5]} are outside {special_ids.start}..{special_ids.stop - 1}")
+        self.num_ranks = num_ranks
         self.special_tokens = {special_names.get(i, f"<|reserved_token_{i}|>"): i for i in special_ids}
         self._encoding = tiktoken.Encoding(
             name="kimi_k3", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=self.special_tokens
@@ -75,19 +80,17 @@ class KimiTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> KimiTokenizer:
-        """Read ``tiktoken.model`` and the special names of ``tokenizer_config.json``.
+        """Read ``tiktoken.model``, the special names of ``tokenizer_config.json`` and the vocabulary's size.
 
         Raises:
             FileNotFoundError: the folder has no ``tiktoken.model``.
             ValueError: a line of it is no token and rank.
         """
         folder = Path(folder)
-        names: dict[int, str] = {}
-        config_file = folder / TOKENIZER_CONFIG_FILE
-        if config_file.exists():
-            added: dict[str, Any] = json.loads(config_file.read_text("utf-8")).get("added_tokens_decoder", {})
-            names = {int(token_id): token["content"] for token_id, token in added.items()}
-        return cls(read_ranks(folder / RANKS_FILE), names)
+        added: dict[str, Any] = _read_json(folder / TOKENIZER_CONFIG_FILE).get("added_tokens_decoder", {})
+        names = {int(token_id): str(token["content"]) for token_id, token in added.items()}
+        ranks = read_ranks(folder / RANKS_FILE)
+        return cls(ranks, names, num_special_tokens(folder, len(ranks)))
 
     @property
     def vocab_size(self) -> int:
@@ -124,13 +127,25 @@ class KimiTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of token ids; bytes that are no UTF-8 read as U+FFFD."""
-        first_special = self.vocab_size - NUM_SPECIAL_TOKENS
-        kept = [token_id for token_id in token_ids if not (skip_special and token_id >= first_special)]
+        kept = [token_id for token_id in token_ids if not (skip_special and token_id >= self.num_ranks)]
         return str(self._encoding.decode(kept))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for."""
         return bytes(self._encoding.decode_single_token_bytes(token_id))
+
+
+def num_special_tokens(folder: Path, num_ranks: int) -> int:
+    """How many ids follow the ranks: what ``config.json`` leaves of the vocabulary, or 256 where there is none."""
+    vocab_size = _read_json(folder / CONFIG_FILE).get("text_config", {}).get("vocab_size")
+    return NUM_SPECIAL_TOKENS if vocab_size is None else int(vocab_size) - num_ranks
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return document
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

@@ -27,7 +27,7 @@ from k3convert.version import __version__
 PIECE_BYTES = 1 << 20
 LEAST_PIECE_BYTES = 64 << 10
 RESERVE_BYTES = 16 << 20
-CODEC_BYTES = 160 << 20
+CODEC_OPS = (Decode, DecodeGathered, Gather, Encode)
 MAX_DEFAULT_WORKERS = 8
 READY_TIMEOUT_S = 600.0
 PEER_CHECK_S = 0.5
@@ -153,6 +153,8 @@ class _Conversion:
         total = sum(plan.items[number].nbytes for number in mine)
         self.resumed_bytes = total - sum(plan.items[number].nbytes for number in todo)
         todo.sort(key=lambda number: -plan.items[number].nbytes if plan.items[number].nbytes > 1 << 30 else 0)
+        if self._uses_codec():
+            _load_codec()
         buffers = self._buffers()
         self.num_workers = buffers.num_workers
         sources, destinations = SourceFiles(plan.sources), DestinationFiles(self.partial.result, plan.files)
@@ -188,14 +190,15 @@ class _Conversion:
             self._peers_checked = time.monotonic()
             self.partial.check_failures(run)
 
+    def _uses_codec(self) -> bool:
+        return any(isinstance(op, CODEC_OPS) for item in self.plan.items for op in item.ops)
+
     def _buffers(self) -> WorkerBuffers:
         local = self.part.local_count
         workers = self.options.workers or max(1, min(MAX_DEFAULT_WORKERS, (os.cpu_count() or 1) // local))
-        kinds = {type(op) for item in self.plan.items for op in item.ops}
-        uses_codec = bool(kinds & {Decode, DecodeGathered, Gather, Encode})
         extra = self.plan.counts.get("largest_matrix_bytes", 0)
         limit = self.options.memory_limit // local
-        fixed = resident_bytes() + RESERVE_BYTES + (CODEC_BYTES if uses_codec else 0)
+        fixed = resident_bytes() + RESERVE_BYTES
         buffers = plan_buffers(
             num_workers=workers,
             available_bytes=limit - fixed,
@@ -256,6 +259,14 @@ class _Conversion:
             notes=self.plan.notes,
             details=details,
         )
+
+
+def _load_codec() -> None:
+    """Load the compiled kernels (or compile them, once a machine), before the clock starts and threads need them."""
+    import k3convert.execution.encoding
+    import k3convert.numerics.compiled_decode
+    import k3convert.numerics.compiled_elements
+    import k3convert.numerics.compiled_encode  # noqa: F401
 
 
 def _finish_hf(plan: ConversionPlan, result: Path, digests: Mapping[int, str]) -> dict[str, Any]:

@@ -108,3 +108,37 @@ def edit_json() -> Callable[[Path, Callable[[dict[str, object]], None]], None]:
         path.write_text(json.dumps(document))
 
     return edit
+
+
+@pytest.fixture
+def plain_experts() -> Callable[[str], Callable[[Tensors], None]]:
+    """A change that decodes the packed experts to plain weights of a dtype."""
+
+    def change_to(dtype: str) -> Callable[[Tensors], None]:
+        def change(tensors: Tensors) -> None:
+            out: Tensors = {}
+            for name, tensor in tensors.items():
+                if name.endswith(".weight_packed"):
+                    module = name.removesuffix(".weight_packed")
+                    out[module + ".weight"] = decoded(tensor, tensors[module + ".weight_scale"], dtype)
+                elif not name.endswith(".weight_scale"):
+                    out[name] = tensor
+            tensors.clear()
+            tensors.update(out)
+
+        return change
+
+    return change_to
+
+
+def decoded(packed: StoredTensor, scale: StoredTensor, dtype: str) -> StoredTensor:
+    """One expert matrix as plain values, through the reference decoder."""
+    import torch
+
+    from k3kernels.ops.mxfp4.dequantize.eager import dequantize
+
+    rows, half = packed.shape
+    codes = torch.frombuffer(bytearray(packed.data), dtype=torch.uint8).view(rows, half)
+    scales = torch.frombuffer(bytearray(scale.data), dtype=torch.uint8).view(rows, half // 16)
+    values = dequantize(codes, scales).to({"BF16": torch.bfloat16, "F32": torch.float32}[dtype])
+    return StoredTensor(dtype, (rows, 2 * half), values.view(torch.uint8).numpy().tobytes(), packed.shard)

@@ -15,6 +15,10 @@ from k3convert.planning.logical_tensors import LogicalCheckpoint, LogicalTensor,
 from k3model.census import TensorSpec, census
 from k3model.config import KimiK3Config
 
+# How names of the network begin, under either root and behind a framework's "model."; anything else in a DCP is the
+# state of a training run.
+_NETWORK_PREFIXES = ("language_model.", "vision_tower.", "mm_projector.", "model.", "lm_head.")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
@@ -24,11 +28,13 @@ class CheckedSource:
         config: cut to the layers that were asked for.
         checkpoint: how to read each tensor, under its released name.
         dropped: names of tensors of layers that were not asked for.
+        left_out: what a DCP holds beside the network: a training run's state.
     """
 
     config: KimiK3Config
     checkpoint: LogicalCheckpoint
     dropped: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def tensors(self) -> Mapping[str, LogicalTensor]:
@@ -58,13 +64,14 @@ def open_checked(folder: Path, *, num_layers: int | None = None) -> CheckedSourc
     config = whole if num_layers is None else whole.with_num_layers(num_layers)
     dropped = [name for name in checkpoint.tensors if _is_cut(name, config, depth)]
     offenders = _differences(config, checkpoint.tensors, dropped)
+    offenders += [f"unexpected: {name}" for name in checkpoint.left_out if name.startswith(_NETWORK_PREFIXES)]
     if offenders:
         raise CensusMismatch(
             f"{folder}: {len(offenders)} differences between its {len(checkpoint.tensors)} tensors and those that its "
             "config calls for",
             offenders=offenders,
         )
-    return CheckedSource(config, checkpoint, tuple(dropped))
+    return CheckedSource(config, checkpoint, tuple(dropped), checkpoint.left_out)
 
 
 def _config_folder(folder: Path) -> Path:

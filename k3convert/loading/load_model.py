@@ -28,11 +28,13 @@ class LoadReport:
     Attributes:
         num_tensors: tensors read, under released names; a packed pair is one.
         dropped: tensors of layers beyond ``num_layers``.
+        left_out: what a DCP holds beside the network: a training run's state.
         unknown_keys: fields of the config that nobody reads.
     """
 
     num_tensors: int
     dropped: tuple[str, ...]
+    left_out: tuple[str, ...]
     unknown_keys: tuple[str, ...]
 
 
@@ -90,7 +92,9 @@ def load_with_report(
         reader.close()
     for key in config.unknown_keys:
         _log.warning("%s: config.json has the unknown field %s", path, key)
-    return network, LoadReport(num_tensors, source.dropped, config.unknown_keys)
+    if source.left_out:
+        _log.warning("%s: %d entries are no part of the network: %s", path, len(source.left_out), source.left_out)
+    return network, LoadReport(num_tensors, source.dropped, source.left_out, config.unknown_keys)
 
 
 @torch.no_grad()

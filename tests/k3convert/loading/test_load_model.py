@@ -119,6 +119,42 @@ def test_our_dcp_loads_exactly(small_source: Path, tmp_path: Path, options: dict
     assert_holds(load_model(folder), wanted_values(small_source))
 
 
+def saved_by_torch(folder: Path, source: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A DCP that stock torch writes, of the network's own names, with a config beside it."""
+    import torch.distributed.checkpoint as dcp
+
+    state = dict(load_model(source).state_dict())
+    change(state)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
+def test_a_dcp_of_stock_torch_loads_and_a_training_runs_state_is_named(small_source: Path, tmp_path: Path) -> None:
+    state_name = "optimizer.state.language_model.model.norm.weight.exp_avg"
+    folder = saved_by_torch(tmp_path / "dcp", small_source, lambda state: state.update({state_name: torch.zeros(128)}))
+
+    network, report = load_with_report(folder)
+
+    assert_holds(network, wanted_values(small_source))
+    assert report.left_out == (state_name,)
+
+
+def test_c03_a_dcp_with_a_tensor_too_many_and_one_too_few_is_refused_with_both(
+    small_source: Path, tmp_path: Path
+) -> None:
+    def change(state: dict[str, Tensor]) -> None:
+        state["language_model.model.extra.weight"] = state.pop("language_model.model.norm.weight")
+
+    folder = saved_by_torch(tmp_path / "dcp", small_source, change)
+
+    with pytest.raises(CensusMismatch) as caught:
+        load_model(folder)
+
+    assert "missing: language_model.model.norm.weight" in caught.value.offenders
+    assert "unexpected: language_model.model.extra.weight" in caught.value.offenders
+
+
 def test_only_config_and_weights_are_needed(small: Path) -> None:
     for path in small.iterdir():
         if path.suffix != ".safetensors" and path.name not in ("config.json", "model.safetensors.index.json"):

@@ -20,6 +20,7 @@ from k3convert.errors import BadShard, IncompleteCheckpoint
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 MAX_DIM = 2**63 - 1
+TORCH_FORMAT: Mapping[str, str] = {"format": "pt"}
 
 
 class TensorEntry(NamedTuple):
@@ -104,10 +105,13 @@ def parse_header(path: Path, raw: bytes, file_bytes: int | None) -> ShardHeader:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = TORCH_FORMAT
 ) -> tuple[bytes, list[TensorEntry]]:
-    """Lay tensors ``(name, dtype, shape)`` out back to back; the header's bytes and the entries, in the given order."""
-    document: dict[str, Any] = {"__metadata__": dict({"format": "pt"} if metadata is None else metadata)}
+    """Lay tensors ``(name, dtype, shape)`` out back to back; the header's bytes and the entries, in the given order.
+
+    ``metadata`` None leaves ``__metadata__`` out, as the released shards do.
+    """
+    document: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     relative: list[TensorEntry] = []
     end = 0
     for name, dtype, shape in tensors:

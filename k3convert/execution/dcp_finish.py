@@ -10,7 +10,7 @@ from typing import Any
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dcp_pickle import encode_metadata
 from k3convert.checkpoint.json_text import parse_json
-from k3convert.checkpoint.manifest import FOLDER, MANIFEST, RECORDS, StoredRecord, seal, write_records
+from k3convert.planning.manifest import FOLDER, MANIFEST, RECORDS, StoredRecord, seal, write_records
 from k3convert.errors import BadInput
 from k3convert.numerics import digest
 from k3convert.planning.hf_to_dcp import DcpFinish

@@ -12,7 +12,7 @@ from k3convert.checkpoint.dcp_blob import blob_frame
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import open_hf_folder
-from k3convert.checkpoint.manifest import MANIFEST, RECORDS, Manifest, StoredRecord
+from k3convert.planning.manifest import MANIFEST, RECORDS, Manifest, StoredRecord
 from k3convert.errors import BadMetadata, UsageError
 from k3convert.execution.hashing import HashJob, hash_jobs
 from k3convert.mapping.k3 import K3

@@ -11,7 +11,7 @@ from typing import Any
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, open_hf_folder, read_config
 from k3convert.checkpoint.json_text import parse_json
-from k3convert.checkpoint.manifest import Manifest
+from k3convert.planning.manifest import Manifest
 from k3convert.checkpoint.safetensors_header import TensorEntry, build_header, parse_header
 from k3convert.errors import BadMetadata, DigestMismatch
 from k3convert.mapping.k3 import EXPERTS_PART, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX

@@ -75,7 +75,7 @@ def write_shard(path: Path, shard: Shard, config: KimiK3Config, seed: int, *, sp
     ``advance`` hears of every piece's bytes.
     """
     specs = sorted(shard.specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
-    header, entries = build_header((spec.name, spec.dtype, spec.shapes[0]) for spec in specs)
+    header, entries = build_header(((spec.name, spec.dtype, spec.shapes[0]) for spec in specs), metadata=None)
     file_bytes = entries[-1].offset + entries[-1].nbytes
     with open(path, "xb", buffering=WRITE_BUFFER_BYTES) as file:
         file.write(header)

@@ -10,32 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from k3convert.execution.conversion import ConversionReport, RunOptions, run_conversion
-from k3convert.planning.dcp_to_hf import ToHfOptions, plan_dcp_to_hf
-from k3convert.planning.hf_to_dcp import ToDcpOptions, plan_hf_to_dcp
+from k3convert.execution.conversion import ConversionReport, RunOptions
 
-Edit = Callable[[Path, Callable[[dict[str, object]], None]], None]
-
-
-def to_dcp(source: Path, destination: Path, run: RunOptions | None = None, **options: object) -> ConversionReport:
-    plan = plan_hf_to_dcp(source, destination, ToDcpOptions(**options))  # type: ignore[arg-type]
-    return run_conversion(plan, run or RunOptions())
-
-
-def to_hf(source: Path, destination: Path, run: RunOptions | None = None, **options: object) -> ConversionReport:
-    plan = plan_dcp_to_hf(source, destination, ToHfOptions(**options))  # type: ignore[arg-type]
-    return run_conversion(plan, run or RunOptions())
-
-
-def assert_same_folders(one: Path, other: Path) -> None:
-    names = sorted(path.relative_to(one).as_posix() for path in one.rglob("*") if path.is_file())
-    assert names == sorted(path.relative_to(other).as_posix() for path in other.rglob("*") if path.is_file())
-    different = [name for name in names if not filecmp.cmp(one / name, other / name, shallow=False)]
-    assert not different
+Convert = Callable[..., ConversionReport]
+SameFolders = Callable[[Path, Path], None]
 
 
 @pytest.mark.parametrize("experts", ["packed", "bf16"])
-def test_files_come_back_byte_for_byte(tiny_source: Path, tmp_path: Path, experts: str) -> None:
+def test_files_come_back_byte_for_byte(
+    tiny_source: Path, tmp_path: Path, experts: str, to_dcp: Convert, to_hf: Convert, assert_same_folders: SameFolders
+) -> None:
     to_dcp(tiny_source, tmp_path / "dcp", experts=experts)
 
     to_hf(tmp_path / "dcp", tmp_path / "hf")
@@ -45,7 +29,15 @@ def test_files_come_back_byte_for_byte(tiny_source: Path, tmp_path: Path, expert
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 10, 5_000, 64 << 10])
 @pytest.mark.parametrize("experts", ["packed", "bf16"])
-def test_any_chunk_size_comes_back(small_source: Path, tmp_path: Path, experts: str, chunk_bytes: int) -> None:
+def test_any_chunk_size_comes_back(
+    small_source: Path,
+    tmp_path: Path,
+    experts: str,
+    chunk_bytes: int,
+    to_dcp: Convert,
+    to_hf: Convert,
+    assert_same_folders: SameFolders,
+) -> None:
     to_dcp(small_source, tmp_path / "dcp", experts=experts, chunk_bytes=chunk_bytes)
 
     to_hf(tmp_path / "dcp", tmp_path / "hf")
@@ -54,7 +46,9 @@ def test_any_chunk_size_comes_back(small_source: Path, tmp_path: Path, experts: 
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(small_source: Path, tmp_path: Path, workers: int) -> None:
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    small_source: Path, tmp_path: Path, workers: int, to_dcp: Convert, assert_same_folders: SameFolders
+) -> None:
     to_dcp(small_source, tmp_path / "one", RunOptions(workers=1), experts="bf16")
 
     to_dcp(small_source, tmp_path / "many", RunOptions(workers=workers), experts="bf16")
@@ -62,7 +56,14 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(small_source: Path, tm
     assert_same_folders(tmp_path / "one", tmp_path / "many")
 
 
-def test_a_source_without_an_index_comes_back_without_one(small: Path, tmp_path: Path, edit_tensors: Callable) -> None:
+def test_a_source_without_an_index_comes_back_without_one(
+    small: Path,
+    tmp_path: Path,
+    edit_tensors: Callable,
+    to_dcp: Convert,
+    to_hf: Convert,
+    assert_same_folders: SameFolders,
+) -> None:
     def into_one_file(tensors: dict) -> None:
         for tensor in tensors.values():
             tensor.shard = "model.safetensors"
@@ -78,7 +79,13 @@ def test_a_source_without_an_index_comes_back_without_one(small: Path, tmp_path:
 
 @pytest.mark.parametrize("experts", ["packed", "bf16"])
 def test_a_source_of_the_bare_root_comes_back_under_it(
-    small: Path, tmp_path: Path, edit_tensors: Callable, experts: str
+    small: Path,
+    tmp_path: Path,
+    edit_tensors: Callable,
+    experts: str,
+    to_dcp: Convert,
+    to_hf: Convert,
+    assert_same_folders: SameFolders,
 ) -> None:
     def strip_root(tensors: dict) -> None:
         renamed = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
@@ -94,7 +101,14 @@ def test_a_source_of_the_bare_root_comes_back_under_it(
     assert_same_folders(small, tmp_path / "hf")
 
 
-def test_an_unpadded_decay_comes_back_unpadded(small: Path, tmp_path: Path, edit_tensors: Callable) -> None:
+def test_an_unpadded_decay_comes_back_unpadded(
+    small: Path,
+    tmp_path: Path,
+    edit_tensors: Callable,
+    to_dcp: Convert,
+    to_hf: Convert,
+    assert_same_folders: SameFolders,
+) -> None:
     def cut(tensors: dict) -> None:
         for name, tensor in tensors.items():
             if name.endswith(".A_log"):
@@ -110,7 +124,14 @@ def test_an_unpadded_decay_comes_back_unpadded(small: Path, tmp_path: Path, edit
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_a_plain_source_moves_as_it_is(
-    small: Path, tmp_path: Path, edit_tensors: Callable, plain_experts: Callable, dtype: str
+    small: Path,
+    tmp_path: Path,
+    edit_tensors: Callable,
+    plain_experts: Callable,
+    dtype: str,
+    to_dcp: Convert,
+    to_hf: Convert,
+    assert_same_folders: SameFolders,
 ) -> None:
     edit_tensors(small, plain_experts(dtype))
 
@@ -121,7 +142,9 @@ def test_a_plain_source_moves_as_it_is(
 
 
 @pytest.mark.parametrize("experts", ["packed", "bf16"])
-def test_the_first_layers_make_a_consistent_checkpoint(small_source: Path, tmp_path: Path, experts: str) -> None:
+def test_the_first_layers_make_a_consistent_checkpoint(
+    small_source: Path, tmp_path: Path, experts: str, to_dcp: Convert, to_hf: Convert, assert_same_folders: SameFolders
+) -> None:
     to_dcp(small_source, tmp_path / "dcp", experts=experts, num_layers=4)
     to_hf(tmp_path / "dcp", tmp_path / "hf")
 
@@ -134,7 +157,9 @@ def test_the_first_layers_make_a_consistent_checkpoint(small_source: Path, tmp_p
     assert_same_folders(tmp_path / "hf", tmp_path / "hf-again")
 
 
-def test_empty_files_and_folders_of_assets_come_back(small: Path, tmp_path: Path) -> None:
+def test_empty_files_and_folders_of_assets_come_back(
+    small: Path, tmp_path: Path, to_dcp: Convert, to_hf: Convert, assert_same_folders: SameFolders
+) -> None:
     (small / "figures").mkdir()
     (small / "figures" / "one.txt").write_text("a figure")
     (small / "empty.txt").touch()
@@ -145,7 +170,9 @@ def test_empty_files_and_folders_of_assets_come_back(small: Path, tmp_path: Path
     assert_same_folders(small, tmp_path / "hf")
 
 
-def test_scales_of_another_dtype_decode_to_the_same_values(small: Path, tmp_path: Path, edit_tensors: Callable) -> None:
+def test_scales_of_another_dtype_decode_to_the_same_values(
+    small: Path, tmp_path: Path, edit_tensors: Callable, to_dcp: Convert
+) -> None:
     as_e8m0 = Path(shutil.copytree(small, tmp_path / "e8m0"))
 
     def rename_dtype(tensors: dict) -> None:

@@ -20,6 +20,7 @@ from k3model.census import tally
 from k3model.config import KimiK3Config
 
 RELEASED_PAYLOAD_BYTES = 1_560_860_324_864
+RELEASED_FILE_BYTES = 1_560_936_091_448  # the published sum of the 96 files
 MAX_RESIDENT_BYTES = 300_000_000
 # Prints the peak of its own memory in KiB; getrusage would count that of the process it was forked from.
 PROGRAM = """
@@ -199,11 +200,12 @@ def test_the_sparse_release_has_the_released_names_and_takes_little_space(
 ) -> None:
     import gzip
 
-    make_checkpoint(tmp_path / "release", preset="release", sparse=True)
+    summary = make_checkpoint(tmp_path / "release", preset="release", sparse=True)
 
     made = json.loads((tmp_path / "release" / "model.safetensors.index.json").read_text())
     with gzip.open(reference_fixtures / "kimi_k3_release" / "model.safetensors.index.json.gz") as file:
         released = json.load(file)
     assert made == released
+    assert summary.file_bytes == RELEASED_FILE_BYTES
     assert used_bytes(tmp_path / "release") < 200_000_000
     shutil.rmtree(tmp_path / "release")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from k3convert.cli import dcp_to_hf, diff, hf_to_dcp, inspect, make_tiny, verify
+from k3convert.cli import dcp_to_hf, diff, hf_to_dcp, inspect, make_tiny, ops, verify
 from k3convert.cli.console import Console
 from k3convert.errors import ExitCode, K3Error, UsageError
 from k3convert.version import __version__
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff):
+for module in (make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff, ops):
     app.command(module.NAME)(module.command)
 
 

@@ -20,14 +20,16 @@ def size_text(nbytes: float) -> str:
 
 
 def table_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table: the first column to the left, numbers to the right."""
+    """A table: columns of numbers to the right, columns of text to the left."""
     cells = [[str(cell) if not isinstance(cell, int) else f"{cell:,}" for cell in row] for row in rows]
     widths = [max(len(line[column]) for line in [list(head), *cells]) for column in range(len(head))]
+    numeric = [bool(rows) and all(isinstance(row[column], int) for row in rows) for column in range(len(head))]
 
     def line(values: Sequence[str]) -> str:
-        first = values[0].ljust(widths[0])
-        rest = (value.rjust(width) for value, width in zip(values[1:], widths[1:], strict=True))
-        return "  ".join([first, *rest]).rstrip()
+        columns = zip(values, widths, numeric, strict=True)
+        return "  ".join(
+            value.rjust(width) if right else value.ljust(width) for value, width, right in columns
+        ).rstrip()
 
     return "\n".join([line(head), *(line(row) for row in cells)])
 
@@ -153,6 +155,23 @@ def diff_text(document: Mapping[str, Any]) -> str:
         )
         lines.append(f"{INDENT}{difference['kind']} {difference['name']}: {difference['detail']}{figures}")
     return "\n".join(lines)
+
+
+def ops_text(document: Mapping[str, Any]) -> str:
+    """The result of ``ops``."""
+    rows = document["rows"]
+    lines = [
+        (row["op"], row["variant"], row["impl"], row["device"], "yes" if row["usable"] else f"no: {row['reason']}")
+        for row in rows
+    ]
+    usable = sum(row["usable"] for row in rows)
+    return "\n".join(
+        [
+            table_text(("op", "variant", "impl", "device", "usable here"), lines),
+            "",
+            f"{usable} of {len(rows)} implementations are usable on this machine's {document['device']}",
+        ]
+    )
 
 
 def _shown(lines: Sequence[str]) -> list[str]:

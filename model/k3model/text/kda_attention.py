@@ -87,7 +87,7 @@ class KdaAttention(nn.Module):
         g = self.decay(self._heads(self.f_b_proj(self.f_a_proj(x))))
         logits = self.b_proj(x)
         beta = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        o, _ = self.kda(q, k, v, g, beta, cu_seqlens=documents.cu_seqlens)
+        o, _ = self.kda(q, k, v, g, beta, cu_seqlens=documents.cu_seqlens, lower_bound=self.decay.lower_bound)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         out: Tensor = self.o_proj(self.o_norm(o, self._heads(gate)).flatten(-2))
         return documents.unpack(out, batch, tokens)

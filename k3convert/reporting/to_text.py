@@ -87,8 +87,8 @@ def conversion_text(document: Mapping[str, Any]) -> str:
 def inspection_text(document: Mapping[str, Any]) -> str:
     """The result of ``inspect``."""
     head = (
-        f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors in {document['num_files']} files, "
-        f"{size_text(document['total_bytes'])} ({document['total_bytes']:,} bytes)"
+        f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors in {document['num_files']} "
+        f"files, {size_text(document['total_bytes'])} ({document['total_bytes']:,} bytes)"
     )
     lines = [
         head,

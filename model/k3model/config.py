@@ -36,6 +36,7 @@ __all__ = [
 
 MODEL_TYPE = "kimi_k3"
 TEXT_MODEL_TYPE = "kimi_linear"
+DTYPES = ("bfloat16", "float32", "float16", "float64")
 # Names of the text block that a file may repeat outside it, with the same value.
 _REPEATED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size", "hidden_size")
 
@@ -105,15 +106,14 @@ class KimiK3Config:
         _check_repeated(reader, text_block, reasons)
         vision, unknown_vision_keys = _read_vision_block(reader, text, reasons)
         quantization = _read_quantization_blocks(reader, text_block, text, reasons)
-        dtype = reader.value("dtype", reader.value("torch_dtype")) or text_block.get("dtype") or "bfloat16"
         reader.ignored(("image_placeholder", "use_unified_vision_chunk", "video_placeholder"))
         config = KimiK3Config(
             text=text,
             vision=vision,
             quantization=quantization,
             media_placeholder_token_id=_read_placeholder(reader, text, vision),
-            ignore_index=int(reader.value("ignore_index", -100)),
-            dtype=str(dtype).removeprefix("torch."),
+            ignore_index=reader.integer("ignore_index", -100, minimum=-(2**31)),
+            dtype=_read_dtype(reader, text_block),
             unknown_keys=reader.close() + unknown_text_keys + unknown_vision_keys,
         )
         if reasons:
@@ -164,6 +164,15 @@ def _read_placeholder(reader: FieldReader, text: TextConfig, vision: VisionConfi
             "vision tower"
         )
     return token_id
+
+
+def _read_dtype(reader: FieldReader, text_block: Mapping[str, Any]) -> str:
+    """The dtype of the weights; older files call it ``torch_dtype``, some say it in the text block alone."""
+    found = reader.value("dtype") or reader.value("torch_dtype") or text_block.get("dtype") or DTYPES[0]
+    name = str(found).removeprefix("torch.")
+    if name not in DTYPES:
+        reader.reasons.append(f"dtype must be one of {', '.join(DTYPES)}, got {found!r}")
+    return name
 
 
 def _read_quantization_blocks(

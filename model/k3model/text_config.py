@@ -174,9 +174,9 @@ def read_text(reader: FieldReader) -> tuple[TextConfig, tuple[str, ...]]:
     reader.choice("hidden_act", "silu", ("situ",))
     reader.nothing(("num_nextn_predict_layers",), "the checkpoint has no multi-token prediction layers")
     reader.nothing(_DROPOUT_FIELDS, "the network has no dropout")
-    reader.nothing(("rope_scaling", "rope_parameters"), "no layer has positions")
     # Present in files of this family and without any effect here: nothing rotates, and each attention has its own dims.
-    reader.ignored(("rope_theta", "head_dim", "dtype", "torch_dtype", "quantization_config"))
+    reader.ignored(("rope_theta", "rope_scaling", "rope_parameters", "head_dim"))
+    reader.ignored(("dtype", "torch_dtype", "quantization_config"))
     config = TextConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -253,7 +253,7 @@ def zero_based_kda_layers(reader: FieldReader, num_hidden_layers: int) -> frozen
 def _read_mla(reader: FieldReader, num_mla_layers: int) -> MlaConfig | None:
     because = f"{num_mla_layers} layers are full attention"
     num_heads = reader.integer("num_attention_heads", 32)
-    num_key_value_heads = reader.integer("num_key_value_heads", num_heads)
+    num_key_value_heads = reader.optional_integer("num_key_value_heads") or num_heads
     uses_no_positions = reader.flag("mla_use_nope", False)
     use_output_gate = reader.flag("mla_use_output_gate", False)
     dims = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -288,8 +288,7 @@ def _read_moe(reader: FieldReader) -> MoeConfig | None:
     layer_freq = reader.integer("moe_layer_freq", 1)
     reader.fixed({"topk_method": "noaux_tc"})
     if not num_experts:
-        for name in ("num_experts_per_token", "moe_intermediate_size"):
-            reader.nothing((name,), "num_experts is absent or 0")
+        reader.ignored(("num_experts_per_token", "moe_intermediate_size"))
         return None
     because = f"num_experts is {num_experts}"
     moe = MoeConfig(

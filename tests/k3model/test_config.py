@@ -132,6 +132,37 @@ def test_d5_rotary_attention_is_refused() -> None:
     assert any("mla_use_nope must be true" in reason for reason in reasons)
 
 
+def test_d5_rope_fields_that_newer_dumps_add_mean_nothing_without_positions() -> None:
+    raw = edited(rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+
+    config = KimiK3Config.from_dict(raw)
+
+    assert config == KimiK3Config.from_dict(tiny_config_dict())
+    assert config.unknown_keys == ()
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_has_two_spellings_and_is_checked(name: str) -> None:
+    raw = tiny_config_dict()
+    del raw["dtype"]
+    raw[name] = "float32"
+    assert KimiK3Config.from_dict(raw).dtype == "float32"
+
+    raw[name] = "int4"
+
+    assert any("dtype must be one of" in reason for reason in reasons_of(raw))
+
+
+def test_without_experts_the_other_expert_fields_mean_nothing() -> None:
+    assert KimiK3Config.from_dict(edited(num_experts=None)).text.moe is None
+
+
+def test_null_key_value_heads_are_as_many_as_heads() -> None:
+    assert KimiK3Config.from_dict(edited(num_key_value_heads=None)) == KimiK3Config.from_dict(tiny_config_dict())
+
+    assert any("num_key_value_heads 2" in reason for reason in reasons_of(edited(num_key_value_heads=2)))
+
+
 def test_d6_absent_dropout_means_none_and_a_dropout_is_refused() -> None:
     KimiK3Config.from_dict(edited(attention_dropout=0.0))
 

@@ -245,6 +245,78 @@ def test_a18_renamed_experts_are_refused_with_both_lists(small: Path, edit_tenso
     assert any("unexpected" in line and ".gate_proj." in line for line in caught.value.offenders)
 
 
+def edit_text(folder: Path, **fields: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_d04_a_missing_a_log_is_an_error(small: Path, edit_tensors: Callable[..., None]) -> None:
+    name = "language_model.model.layers.0.self_attn.A_log"
+    edit_tensors(small, lambda tensors: tensors.pop(name))
+
+    with pytest.raises(CensusMismatch) as caught:
+        load_model(small)
+
+    assert caught.value.offenders == (f"missing: {name}",)
+
+
+def test_d10_attention_residuals_in_the_file_and_not_in_the_config_are_refused(small: Path) -> None:
+    edit_text(small, attn_res_block_size=None)
+
+    with pytest.raises(CensusMismatch) as caught:
+        load_model(small)
+
+    assert len(caught.value.offenders) == 4 * 5 + 2
+    assert all("unexpected" in line and "_res_" in line for line in caught.value.offenders)
+
+
+def test_d10_attention_residuals_in_the_config_and_not_in_the_file_are_refused(
+    small: Path, edit_tensors: Callable[..., None]
+) -> None:
+    def remove(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "_res_" in name]:
+            del tensors[name]
+
+    edit_tensors(small, remove)
+
+    with pytest.raises(CensusMismatch) as caught:
+        load_model(small)
+
+    assert all("missing" in line and "_res_" in line for line in caught.value.offenders)
+
+
+def test_d01_layer_kinds_that_do_not_match_the_tensors_are_refused(small: Path) -> None:
+    lists = {"kda_layers": [1, 2, 4], "full_attn_layers": [3, 5]}
+    raw = json.loads((small / "config.json").read_text())
+    edit_text(small, linear_attn_config=raw["text_config"]["linear_attn_config"] | lists)
+
+    with pytest.raises(CensusMismatch) as caught:
+        load_model(small)
+
+    assert any("layers.2.self_attn.kv_b_proj" in line for line in caught.value.offenders)
+    assert any("layers.3.self_attn.A_log" in line for line in caught.value.offenders)
+
+
+def test_a20_a_folder_of_the_bare_root_loads_and_mixed_roots_are_refused(
+    small: Path, edit_tensors: Callable[..., None]
+) -> None:
+    wanted = wanted_values(small)
+
+    def bare(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("language_model.")] = tensors.pop(name)
+
+    edit_tensors(small, bare)
+    assert_holds(load_model(small), wanted)
+
+    name = "model.norm.weight"
+    edit_tensors(small, lambda tensors: tensors.update({f"language_model.{name}": tensors.pop(name)}))
+
+    with pytest.raises(BadInput, match="language_model"):
+        load_model(small)
+
+
 def test_b05_half_a_packed_pair_is_refused(small: Path, edit_tensors: Callable[..., None]) -> None:
     name = "language_model.model.layers.1.block_sparse_moe.experts.2.w3.weight_scale"
     edit_tensors(small, lambda tensors: tensors.pop(name))

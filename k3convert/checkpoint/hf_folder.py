@@ -170,7 +170,13 @@ def _cross_check(index: Index, headers: list[ShardHeader]) -> list[str]:
     """
     offenders: list[str] = []
     found: dict[str, str] = {}
+    num_entries = 0
     for header in headers:
+        found.update(dict.fromkeys((entry.name for entry in header.entries), header.path.name))
+        num_entries += len(header.entries)
+    agree = found == index.weight_map and num_entries == len(found)
+    found = {}
+    for header in () if agree else headers:
         shard = header.path.name
         for entry in header.entries:
             named = index.weight_map.get(entry.name)
@@ -181,9 +187,10 @@ def _cross_check(index: Index, headers: list[ShardHeader]) -> list[str]:
             elif named != shard:
                 offenders.append(f"{entry.name} is in {shard}, the index says {named}")
             found[entry.name] = shard
-    offenders += [
-        f"{name} should be in {shard} but is not" for name, shard in index.weight_map.items() if name not in found
-    ]
+    if not agree:
+        offenders += [
+            f"{name} should be in {shard} but is not" for name, shard in index.weight_map.items() if name not in found
+        ]
     if offenders:
         raise BadIndex(
             f"the index and the shards disagree on {len(offenders)} of {len(index.weight_map)} tensors",

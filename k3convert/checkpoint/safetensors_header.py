@@ -158,11 +158,13 @@ def _entry(name: str, fields: object, data_start: int) -> TensorEntry | str:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if dtype not in BITS:
         return f"{name}: unknown dtype {dtype!r}"
-    if not isinstance(shape, list) or not all(type(dim) is int and 0 <= dim <= MAX_DIM for dim in shape):
+    if not isinstance(shape, list) or not _are_dims(shape):
         return f"{name}: shape {shape!r} is not a list of non-negative integers"
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(end) is int for end in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2:
         return f"{name}: data_offsets {offsets!r} is not a pair of integers"
     begin, end = offsets
+    if type(begin) is not int or type(end) is not int:
+        return f"{name}: data_offsets {offsets!r} is not a pair of integers"
     if begin < 0 or end < begin:
         return f"{name}: data_offsets {offsets} are negative or reversed"
     try:
@@ -172,6 +174,13 @@ def _entry(name: str, fields: object, data_start: int) -> TensorEntry | str:
     if wanted != end - begin:
         return f"{name}: {dtype} {shape} needs {wanted} bytes, data_offsets {offsets} hold {end - begin}"
     return TensorEntry(name, dtype, tuple(shape), data_start + begin, wanted)
+
+
+def _are_dims(shape: list[object]) -> bool:
+    for dim in shape:
+        if type(dim) is not int or dim < 0 or dim > MAX_DIM:
+            return False
+    return True
 
 
 def _coverage_faults(entries: list[TensorEntry], data_start: int, file_bytes: int) -> list[str]:

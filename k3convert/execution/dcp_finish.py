@@ -10,11 +10,12 @@ from typing import Any
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dcp_pickle import encode_metadata
 from k3convert.checkpoint.json_text import parse_json
-from k3convert.planning.manifest import FOLDER, MANIFEST, RECORDS, StoredRecord, seal, write_records
 from k3convert.errors import BadInput
 from k3convert.numerics import digest
 from k3convert.planning.hf_to_dcp import DcpFinish
-from k3convert.planning.plan import NO_SLOT, ConversionPlan, TensorRecord
+from k3convert.planning.inventory import Inventory
+from k3convert.planning.manifest import FOLDER, MANIFEST, RECORDS, StoredRecord, seal, write_records
+from k3convert.planning.plan import ConversionPlan, RecordRun
 from k3convert.version import __version__
 
 PIECE_BYTES = 1 << 20
@@ -109,28 +110,31 @@ def _write_records(
 ) -> list[dict[str, Any]]:
     (result / RECORDS).mkdir(parents=True, exist_ok=True)
     files = []
-    for group, records in groupby(plan.records, key=lambda record: record.group):
-        of_group = list(records)
+    for group, runs in groupby(plan.records, key=lambda run: run.group):
+        of_group = list(runs)
         name = f"{RECORDS}/{group}.jsonl"
-        stacks = _stacks(finish, {record.fqn for record in of_group}, digests)
-        nbytes, value = write_records(result / name, (_stored(record, digests) for record in of_group), stacks)
+        records = (record for run in of_group for record in _stored(run, finish.inventory, digests))
+        stacks = _stacks(finish, {run.fqn for run in of_group}, digests)
+        nbytes, value = write_records(result / name, records, stacks)
         files.append({"name": name, "nbytes": nbytes, "digest": value})
     return files
 
 
-def _stored(record: TensorRecord, digests: Mapping[int, str]) -> StoredRecord:
-    return StoredRecord(
-        record.name,
-        record.dtype,
-        record.shape,
-        digests[record.slot],
-        {"file": record.source, "offset": record.offset, "nbytes": record.nbytes},
-        record.transformation,
-        record.fqn,
-        record.expert,
-        record.stored_dtype,
-        None if record.stored_slot == NO_SLOT else digests[record.stored_slot],
-    )
+def _stored(run: RecordRun, inventory: Inventory, digests: Mapping[int, str]) -> Iterator[StoredRecord]:
+    shards = [shard.path.name for shard in inventory.hf.shards]
+    for place, tensor in enumerate(run.tensors):
+        yield StoredRecord(
+            inventory.root.from_canonical(tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            digests[run.slots[place]],
+            {"file": shards[tensor.shard], "offset": tensor.offset, "nbytes": tensor.nbytes},
+            run.transformation,
+            run.fqn,
+            place if run.is_stack else None,
+            run.stored_dtype,
+            None if run.stored_slots is None else digests[run.stored_slots[place]],
+        )
 
 
 def _stacks(finish: DcpFinish, fqns: set[str], digests: Mapping[int, str]) -> Iterator[dict[str, Any]]:

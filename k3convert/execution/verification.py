@@ -12,15 +12,15 @@ from k3convert.checkpoint.dcp_blob import blob_frame
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import open_hf_folder
-from k3convert.planning.manifest import MANIFEST, RECORDS, Manifest, StoredRecord
 from k3convert.errors import BadMetadata, UsageError
 from k3convert.execution.hashing import HashJob, hash_jobs
 from k3convert.mapping.k3 import K3
 from k3convert.mapping.roots import ROOTS
 from k3convert.numerics.digest import digest_hex
 from k3convert.planning.dcp_source import ChunkReader, DcpSource, contiguous_ranges, open_dcp
-from k3convert.planning.hf_to_dcp import no_garbage_collection, source_file
+from k3convert.planning.hf_to_dcp import LEFT_OUT, no_garbage_collection, source_file
 from k3convert.planning.inventory import take_inventory
+from k3convert.planning.manifest import MANIFEST, RECORDS, Manifest, StoredRecord
 
 FRAMING = "framing of "
 OnBytes = Callable[[int], None]
@@ -141,7 +141,7 @@ def _check_own(source: DcpSource, manifest: Manifest, on_bytes: OnBytes | None) 
     jobs: list[HashJob] = []
     wanted: dict[str, str] = {}
     for record in records:
-        if record.transformation == "left out":
+        if record.transformation == LEFT_OUT:
             continue
         if record.fqn not in source.tensors:
             faults.append(f"{record.fqn} is recorded but not in {METADATA_NAME}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+RELEASED_PREFIX = "language_model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,18 @@ class Root:
 
     def to_canonical(self, name: str) -> str:
         """The released name of a tensor that a file of this root calls ``name``."""
-        return RELEASED.prefix + name[len(self.prefix) :] if self.owns(name) else name
+        if self.prefix == RELEASED_PREFIX or not self.owns(name):
+            return name
+        return RELEASED_PREFIX + name[len(self.prefix) :]
 
     def from_canonical(self, name: str) -> str:
         """What a file of this root calls a tensor of the released name."""
-        return self.prefix + name[len(RELEASED.prefix) :] if RELEASED.owns(name) else name
+        if self.prefix == RELEASED_PREFIX or not RELEASED.owns(name):
+            return name
+        return self.prefix + name[len(RELEASED_PREFIX) :]
 
 
-RELEASED = Root("language_model", "language_model.")
+RELEASED = Root("language_model", RELEASED_PREFIX)
 BARE = Root("bare", "")
 ROOTS = {root.name: root for root in (RELEASED, BARE)}
 
@@ -39,19 +43,23 @@ def detect_root(names: Iterable[str]) -> Root:
     Raises:
         ValueError: names of both roots, or of none.
     """
-    counts = {RELEASED: 0, BARE: 0}
-    example: dict[Root, str] = {}
+    counts = {"released": 0, "bare": 0}
+    example: dict[str, str] = {}
     for name in names:
-        for root in counts:
-            if root.owns(name):
-                counts[root] += 1
-                example.setdefault(root, name)
-    found = [root for root, count in counts.items() if count]
-    if len(found) == 2:
+        if name.startswith(RELEASED_PREFIX):
+            kind = "released"
+        elif name.startswith(("model.", "lm_head.")):
+            kind = "bare"
+        else:
+            continue
+        counts[kind] += 1
+        if counts[kind] == 1:
+            example[kind] = name
+    if len(example) == 2:
         raise ValueError(
-            f"{counts[RELEASED]} names begin with language_model. and {counts[BARE]} do not, "
-            f"for example {example[RELEASED]} and {example[BARE]}"
+            f"{counts['released']} names begin with {RELEASED_PREFIX} and {counts['bare']} do not, "
+            f"for example {example['released']} and {example['bare']}"
         )
-    if not found:
-        raise ValueError("no name begins with language_model.model. or with model.")
-    return found[0]
+    if not example:
+        raise ValueError(f"no name begins with {RELEASED_PREFIX}model. or with model.")
+    return RELEASED if "released" in example else BARE

@@ -10,11 +10,11 @@ from pathlib import Path
 from k3convert.checkpoint.dcp_blob import MAX_PAYLOAD_BYTES, blob_frame, locate_payload
 from k3convert.checkpoint.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, check_files, read_metadata
 from k3convert.checkpoint.dtypes import num_bytes
-from k3convert.planning.manifest import Manifest, has_manifest, read_manifest
 from k3convert.checkpoint.member_paths import resolve_member
 from k3convert.errors import BadMetadata
 from k3convert.mapping.roots import BARE, RELEASED
 from k3convert.mapping.rules import Profile
+from k3convert.planning.manifest import Manifest, has_manifest, read_manifest
 from k3convert.planning.plan import Box, SourceFile
 
 PREFIXES = ("", "model.")

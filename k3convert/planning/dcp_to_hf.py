@@ -10,7 +10,6 @@ from pathlib import Path
 from k3convert.checkpoint.dcp_metadata import DcpTensor
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import CONFIG_NAME
-from k3convert.planning.manifest import Manifest, StoredRecord, has_manifest, read_manifest
 from k3convert.checkpoint.safetensors_header import TensorEntry
 from k3convert.errors import CensusMismatch, UsageError
 from k3convert.mapping.k3 import EXPERTS_PART, K3, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
@@ -29,6 +28,7 @@ from k3convert.planning.hf_target import (
     with_max_shard_size,
 )
 from k3convert.planning.hf_to_dcp import no_garbage_collection
+from k3convert.planning.manifest import Manifest, StoredRecord, has_manifest, read_manifest
 from k3convert.planning.plan import (
     Box,
     ConversionPlan,

@@ -11,7 +11,6 @@ from typing import Any
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, open_hf_folder, read_config
 from k3convert.checkpoint.json_text import parse_json
-from k3convert.planning.manifest import Manifest
 from k3convert.checkpoint.safetensors_header import TensorEntry, build_header, parse_header
 from k3convert.errors import BadMetadata, DigestMismatch
 from k3convert.mapping.k3 import EXPERTS_PART, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
@@ -19,6 +18,7 @@ from k3convert.mapping.roots import RELEASED, Root, detect_root
 from k3convert.numerics.digest import digest_hex
 from k3convert.planning.hf_sidecar import ASSET_FILES, ASSET_HEADERS, HEADER_SUFFIX, index_file, json_file
 from k3convert.planning.inventory import decide_packed, parse_config
+from k3convert.planning.manifest import Manifest
 from k3model.census import census
 from k3model.config import KimiK3Config
 from k3model.presets import release_config_dict

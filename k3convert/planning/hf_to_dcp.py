@@ -33,12 +33,13 @@ from k3convert.planning.plan import (
     Fill,
     Item,
     Op,
+    RecordRun,
     SourceFile,
-    TensorRecord,
 )
 
 COPIED = "copy"
 DECODED = "mxfp4-to-bf16"
+LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class DcpFinish:
 
     inventory: Inventory
     tensors: dict[str, DcpTensor]
-    stacks: dict[str, list[int]]
+    stacks: dict[str, range]
     framing: dict[str, list[tuple[int, bytes]]]
     policy: dict[str, object]
     profile: str
@@ -99,9 +100,9 @@ class _Planner:
     options: ToDcpOptions
     layout: FileLayout = field(default_factory=FileLayout)
     items: list[Item] = field(default_factory=list)
-    records: list[TensorRecord] = field(default_factory=list)
+    records: list[RecordRun] = field(default_factory=list)
     tensors: dict[str, DcpTensor] = field(default_factory=dict)
-    stacks: dict[str, list[int]] = field(default_factory=dict)
+    stacks: dict[str, range] = field(default_factory=dict)
     framing: dict[str, list[tuple[int, bytes]]] = field(default_factory=dict)
     num_slots: int = 0
     decode: bool = False
@@ -151,12 +152,12 @@ class _Planner:
             asset_copies=sidecar.copies,
             finish=finish,
             counts={
-                "tensors": len(self.records),
+                "tensors": sum(len(run.tensors) for run in self.records),
                 "dcp_tensors": len(self.tensors),
                 "chunks": sum(len(tensor.chunks) for tensor in self.tensors.values()),
                 "shards": len(hf.shards),
                 "assets": len(sidecar.copies) + sum("/assets/files/" in name for name in sidecar.small_files),
-                "source_bytes": sum(record.nbytes for record in self.records),
+                "source_bytes": sum(tensor.nbytes for run in self.records for tensor in run.tensors),
                 "tensors_left_out": self.inventory.num_dropped,
             },
             notes=self.inventory.notes,
@@ -179,41 +180,15 @@ class _Planner:
             )
         return False
 
-    def _new_slot(self) -> int:
-        self.num_slots += 1
-        return self.num_slots - 1
+    def _new_slots(self, count: int) -> range:
+        self.num_slots += count
+        return range(self.num_slots - count, self.num_slots)
 
     def _tied_slots(self) -> tuple[tuple[int, int], ...]:
         if not self.inventory.config.text.tie_word_embeddings:
             return ()
-        slots = [record.slot for record in self.records if record.name in TIED]
+        slots = [run.slots[0] for run in self.records if run.tensors[0].name in TIED]
         return ((slots[0], slots[1]),) if len(slots) == 2 else ()
-
-    def _record(
-        self, label: str, tensor: SourceTensor, slot: int, transformation: str, stored_dtype: str, stored_slot: int
-    ) -> None:
-        place = self.options.profile.to_fqn(self._stored_name(tensor.name, transformation))
-        self.records.append(
-            TensorRecord(
-                label,
-                self.inventory.root.from_canonical(tensor.name),
-                tensor.dtype,
-                tensor.shape,
-                self.inventory.hf.shards[tensor.shard].path.name,
-                tensor.offset,
-                tensor.nbytes,
-                place.fqn,
-                place.expert,
-                slot,
-                transformation,
-                stored_dtype,
-                stored_slot,
-            )
-        )
-
-    @staticmethod
-    def _stored_name(name: str, transformation: str) -> str:
-        return name.removesuffix(PACKED_SUFFIX) + PLAIN_SUFFIX if transformation == DECODED else name
 
     def _add_item(self, chunk: DcpChunk, number: int, ops: tuple[Op, ...]) -> None:
         self.items.append(Item(number, chunk.offset, chunk.length, ops))
@@ -226,7 +201,7 @@ class _Planner:
 
     def _plain(self, label: str, tensor: SourceTensor) -> None:
         """A tensor that stands alone: one item, cut into chunks along dim 0."""
-        slot = self._new_slot()
+        slots = self._new_slots(1)
         runs = row_runs(tensor.dtype, tensor.shape, self.options.chunk_bytes)
         chunks: list[DcpChunk] = []
         position = tensor.offset
@@ -237,14 +212,14 @@ class _Planner:
             chunk, file, frame = self.layout.place(tensor.dtype, offsets, sizes)
             nbytes = num_bytes(tensor.dtype, sizes)
             more = number + 1 < len(runs)
-            copy = Copy(tensor.shard, position, nbytes, slot, more)
+            copy = Copy(tensor.shard, position, nbytes, slots[0], more)
             self._add_item(chunk, file, (Fill(frame.prefix), copy, Fill(frame.suffix)))
             position += nbytes
             chunks.append(chunk)
         if len(runs) > 1:
             self._join_items(len(runs))
-        self._record(label, tensor, slot, COPIED, tensor.dtype, NO_SLOT)
         fqn = self.options.profile.to_fqn(tensor.name).fqn
+        self.records.append(RecordRun(label, fqn, (tensor,), False, slots, COPIED, tensor.dtype))
         self.tensors[fqn] = DcpTensor(tensor.dtype, tensor.shape, tuple(chunks))
 
     def _join_items(self, count: int) -> None:
@@ -281,60 +256,51 @@ class _Planner:
         is_scale = first.name.endswith(SCALE_SUFFIX)
         if len({tensor.dtype for tensor in tensors}) != 1:
             raise UsageError(f"{first.name} and its fellow experts have different dtypes")
-        slots = [self._new_slot() for _ in tensors]
+        slots = self._new_slots(len(tensors))
         watch = is_scale and not self.options.allow_nan_scales
         ops = [
-            (Copy(tensor.shard, tensor.offset, tensor.nbytes, slot, False, watch),)
+            Copy(tensor.shard, tensor.offset, tensor.nbytes, slot, False, watch)
             for tensor, slot in zip(tensors, slots, strict=True)
         ]
         fqn = self._place_stack(first.name, first.dtype, first.shape, ops, run)
         self.stacks[fqn] = slots
-        for tensor, slot in zip(tensors, slots, strict=True):
-            self._record(label, tensor, slot, COPIED, tensor.dtype, NO_SLOT)
+        self.records.append(RecordRun(label, fqn, tensors, True, slots, COPIED, first.dtype))
 
     def _decoded_stack(self, label: str, packed: list[SourceTensor], scales: list[SourceTensor], run: int) -> None:
         """Experts decoded to bf16; the packed and the decoded bytes are both digested."""
         rows, half = packed[0].shape
-        ops = []
-        stored = []
-        for weight, scale in zip(packed, scales, strict=True):
-            slot, stored_slot = self._new_slot(), self._new_slot()
-            scale_slot = NO_SLOT if self.options.keep_scales else self._new_slot()
-            blocks = weight.nbytes // 16
-            ops.append(
-                (
-                    Decode(
-                        weight.shard,
-                        weight.offset,
-                        scale.shard,
-                        scale.offset,
-                        blocks,
-                        2 * half,
-                        slot,
-                        scale_slot,
-                        stored_slot,
-                    ),
-                )
+        slots, stored_slots = self._new_slots(len(packed)), self._new_slots(len(packed))
+        scale_slots = None if self.options.keep_scales else self._new_slots(len(packed))
+        ops = [
+            Decode(
+                weight.shard,
+                weight.offset,
+                scale.shard,
+                scale.offset,
+                weight.nbytes // 16,
+                2 * half,
+                slots[expert],
+                NO_SLOT if scale_slots is None else scale_slots[expert],
+                stored_slots[expert],
             )
-            stored.append(stored_slot)
-            self._record(label, weight, slot, DECODED, "BF16", stored_slot)
-            if scale_slot != NO_SLOT:
-                self._record(label, scale, scale_slot, "left out", scale.dtype, NO_SLOT)
+            for expert, (weight, scale) in enumerate(zip(packed, scales, strict=True))
+        ]
         name = packed[0].name.removesuffix(PACKED_SUFFIX) + PLAIN_SUFFIX
         fqn = self._place_stack(name, "BF16", (rows, 2 * half), ops, run)
-        self.stacks[fqn] = stored
+        self.stacks[fqn] = stored_slots
+        self.records.append(RecordRun(label, fqn, packed, True, slots, DECODED, "BF16", stored_slots))
+        if scale_slots is not None:
+            left_out = self.options.profile.to_fqn(scales[0].name).fqn
+            self.records.append(RecordRun(label, left_out, scales, True, scale_slots, LEFT_OUT, scales[0].dtype))
 
-    def _place_stack(
-        self, hf_name: str, dtype: str, shape: tuple[int, ...], ops: Sequence[tuple[Op, ...]], run: int
-    ) -> str:
+    def _place_stack(self, hf_name: str, dtype: str, shape: tuple[int, ...], ops: Sequence[Op], run: int) -> str:
         place = self.options.profile.to_fqn(hf_name)
         chunks = []
         for first in range(0, len(ops), run):
             sizes = (run, *shape)
             self.layout.start_tensor()
             chunk, file, frame = self.layout.place(dtype, (first, *(0 for _ in shape)), sizes)
-            body = tuple(op for expert in ops[first : first + run] for op in expert)
-            self._add_item(chunk, file, (Fill(frame.prefix), *body, Fill(frame.suffix)))
+            self._add_item(chunk, file, (Fill(frame.prefix), *ops[first : first + run], Fill(frame.suffix)))
             chunks.append(chunk)
         self.tensors[place.fqn] = DcpTensor(dtype, (len(ops), *shape), tuple(chunks))
         return place.fqn

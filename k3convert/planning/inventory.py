@@ -121,12 +121,12 @@ def take_inventory(hf: HfFolder, *, num_layers: int | None = None) -> Inventory:
     tensors: dict[str, SourceTensor] = {}
     num_dropped = 0
     for position, shard in enumerate(hf.shards):
-        for entry in shard.entries:
-            name = root.to_canonical(entry.name)
+        for entry_name, dtype, shape, offset, nbytes in shard.entries:
+            name = root.to_canonical(entry_name)
             if num_layers is not None and (layer := layer_of(name)) is not None and num_layers <= layer < depth:
                 num_dropped += 1
                 continue
-            tensors[name] = SourceTensor(name, entry.dtype, entry.shape, position, entry.offset, entry.nbytes)
+            tensors[name] = SourceTensor(name, dtype, shape, position, offset, nbytes)
     packed = decide_packed(config, tensors)
     groups, report = _compare(kept, tensors, packed=packed)
     if not report.ok:
@@ -208,7 +208,8 @@ def _compare(
                 missing.append(spec.name)
             continue
         num_matched += 1
-        _check(spec, tensor, wrong_shape, wrong_dtype)
+        if tensor.dtype != spec.dtype or tensor.shape != spec.shapes[0]:
+            _check(spec, tensor, wrong_shape, wrong_dtype)
         if spec.expert_index is None:
             in_layer = spec.component == "trunk" and spec.layer_index is not None
             (layers[spec.layer_index or 0] if in_layer else rest).tensors.append(tensor)

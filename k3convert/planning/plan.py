@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from k3convert.planning.inventory import SourceTensor
 
 NO_SLOT = -1
+RECORD_BYTES = 600
 EncodeOutput = Literal["packed", "scale"]
 
 
@@ -138,22 +142,21 @@ class DestinationFile(NamedTuple):
     nbytes: int
 
 
-class TensorRecord(NamedTuple):
-    """What the manifest will say of one HF tensor; digests are filled in from the slots."""
+class RecordRun(NamedTuple):
+    """HF tensors that one native tensor holds: a tensor alone, or a stack of experts in the order of their ids.
+
+    Tensor ``i`` has its source's digest in ``slots[i]`` and, where other bytes are stored, theirs in
+    ``stored_slots[i]``. Runs, not records: a checkpoint has half a million tensors and three thousand runs.
+    """
 
     group: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str
-    offset: int
-    nbytes: int
     fqn: str
-    expert: int | None
-    slot: int
+    tensors: Sequence[SourceTensor]
+    is_stack: bool
+    slots: range
     transformation: str
     stored_dtype: str
-    stored_slot: int
+    stored_slots: range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,7 @@ class ConversionPlan:
     files: tuple[DestinationFile, ...]
     items: tuple[Item, ...]
     num_slots: int
-    records: tuple[TensorRecord, ...]
+    records: tuple[RecordRun, ...]
     expected: Mapping[int, str]
     small_files: Mapping[str, bytes]
     asset_copies: tuple[tuple[str, str], ...]
@@ -186,15 +189,16 @@ class ConversionPlan:
     def bytes_needed(self) -> int:
         """Space that the destination needs: large files, small files, copies, and the journal."""
         small = sum(len(data) for data in self.small_files.values())
-        return self.bytes_to_write + small + 600 * len(self.records) + (1 << 20)
+        return self.bytes_to_write + small + RECORD_BYTES * self.num_slots + (1 << 20)
 
     def slot_name(self, slot: int) -> str:
         """The tensor that a digest slot belongs to."""
         if slot in self.names:
             return self.names[slot]
-        for record in self.records:
-            if slot in (record.slot, record.stored_slot):
-                return record.name
+        for run in self.records:
+            for slots in (run.slots, run.stored_slots or range(0)):
+                if slot in slots:
+                    return run.tensors[slot - slots.start].name
         return f"slot {slot}"
 
     def summary(self) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def _parameters(callback: Callable[..., Any]) -> Iterator[Parameter]:
 
 
 def _option(name: str, kind: Any, info: OptionInfo, default: Any) -> Parameter:
-    names = "/".join(info.param_decls or ["--" + name.replace("_", "-")])
+    # inside Annotated the first positional argument of typer.Option is a name, though it calls it the default
+    named = [text for text in (info.default, *(info.param_decls or ())) if isinstance(text, str)]
+    names = "/".join(named or ["--" + name.replace("_", "-")])
     if kind is bool:
         on, _, off = names.partition("/")
         shown = "" if not off else f"`{on if default else off}`"
@@ -122,8 +124,8 @@ def cli_page() -> str:
         "## Exit codes",
         table(("code", "meaning"), [(int(code), EXIT_MEANINGS[code]) for code in ExitCode]),
         "## Errors",
-        "An error is `error[code]: what`, then the first offenders, the cause and a hint. With `--json` the document on "
-        'stdout is `{"error": {code, message, cause, hint, offenders, num_offenders}, "exit_code": N}`, with every '
+        "An error is `error[code]: what`, then the first offenders, the cause and a hint. With `--json` the document "
+        'on stdout is `{"error": {code, message, cause, hint, offenders, num_offenders}, "exit_code": N}`, with every '
         "offender.",
         table(("code", "exit", "meaning"), [(f"`{e.code}`", int(e.exit_code), meaning(e)) for e in error_classes()]),
     ]
@@ -151,8 +153,8 @@ def _profile_parts(profile: Profile) -> list[str]:
     if profile.holders:
         holders = [(f"`{holder.fqn}`", f"`{holder.hf}`") for holder in profile.holders]
         parts += [
-            "A DCP of the native network's own `state_dict` has a few names of modules that exist in the network alone. "
-            "They are read as the name beside them, and never written.",
+            "A DCP of the native network's own `state_dict` has a few names of modules that exist in the network "
+            "alone. They are read as the name beside them, and never written.",
             table(("name in the network", "read as"), holders),
         ]
     return parts
@@ -166,7 +168,7 @@ def error_classes() -> list[type[K3Error]]:
 
 def meaning(error: type[K3Error]) -> str:
     """The first paragraph of an error's docstring."""
-    return " ".join((inspect.getdoc(error) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(error) or "").split("\n\n")[0].split()).replace("``", "`")
 
 
 def options_table(options: list[Parameter]) -> str:

@@ -97,12 +97,14 @@ class _Conversion:
         for note in self.plan.notes:
             self.on_event(Noted(note))
         self.partial.check_destination(overwrite=self.options.overwrite)
-        self._claim()
-        with no_garbage_collection():
+        try:
+            self._claim()
             self.reader.read_new()
-        if not self.options.finish_only:
-            self._write_part()
-        complete = self._complete_and_publish()
+            if not self.options.finish_only:
+                self._write_part()
+            complete = self._complete_and_publish()
+        finally:
+            self.partial.release()
         elapsed = time.perf_counter() - self.started_at if self.started_at else 0.0
         self.on_event(Ended(elapsed))
         return self._report(complete, elapsed)

@@ -119,11 +119,15 @@ class PartialFolder:
         _sync_path(self.destination.parent)
         self.discard()
 
-    def discard(self) -> None:
-        """Remove the folder and everything in it."""
+    def release(self) -> None:
+        """Let go of the part that is held."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def discard(self) -> None:
+        """Remove the folder and everything in it."""
+        self.release()
         if self.folder.exists():
             shutil.rmtree(self.folder)
 

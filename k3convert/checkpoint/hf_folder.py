@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from k3convert.checkpoint.json_text import DuplicateKey, parse_json
 from k3convert.checkpoint.member_paths import resolve_member, unsafe_reason
+from k3convert.checkpoint.regular_files import read_regular, why_unreadable
 from k3convert.checkpoint.safetensors_header import ShardHeader, TensorEntry, read_header
 from k3convert.errors import BadConfig, BadIndex, BadInput, BadShard, IncompleteCheckpoint, PathEscape
 
@@ -72,11 +74,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     try:
-        document = parse_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise BadConfig(f"{path} is missing", hint="a checkpoint needs its config.json beside the weights") from error
+        document = parse_json(read_regular(path))
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
+        raise BadConfig(
+            f"{path} {why_unreadable(path, error)}", hint="a checkpoint needs its config.json beside the weights"
+        ) from error
     except ValueError as error:
         raise BadConfig(f"{path}: {error}") from error
     if not isinstance(document, dict):
@@ -92,21 +94,22 @@ def read_index(path: Path) -> Index:
         PathEscape: a shard name leaves the folder.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        document = parse_json(data)
+        stored = read_regular(path)
+    except OSError as error:
+        raise BadIndex(f"{path} {why_unreadable(path, error)}") from error
+    try:
+        document = parse_json(gzip.decompress(stored) if path.suffix == ".gz" else stored)
     except DuplicateKey as error:
         raise BadIndex(f"{path}: weight_map has a {error}") from error
-    except (OSError, EOFError, ValueError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         raise BadIndex(f"{path}: {error}") from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadIndex(f"{path}: no weight_map, or an empty one")
-    escapes = {name: reason for name in set(map(str, weight_map.values())) if (reason := unsafe_reason(name))}
+    by_text = {repr(name): name for name in weight_map.values()}
+    escapes = [f"{text} {reason}" for text, name in sorted(by_text.items()) if (reason := unsafe_reason(name))]
     if escapes:
-        raise PathEscape(
-            f"{path}: {len(escapes)} shard names are not plain names inside the folder",
-            offenders=[f"{name!r} {reason}" for name, reason in sorted(escapes.items())],
-        )
+        raise PathEscape(f"{path}: {len(escapes)} shard names are not plain names inside the folder", offenders=escapes)
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(weight_map, total if isinstance(total, int) else None)
@@ -124,7 +127,7 @@ def open_hf_folder(folder: Path) -> HfFolder:
         index: Index | None = read_index(resolve_member(folder, INDEX_NAME))
         assert index is not None
         names = index.shard_names
-    elif (folder / SINGLE_NAME).exists():
+    elif (folder / SINGLE_NAME).exists() or (folder / SINGLE_NAME).is_symlink():
         index, names = None, [SINGLE_NAME]
     else:
         shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -146,14 +149,16 @@ def _read_headers(folder: Path, names: list[str]) -> list[ShardHeader]:
     for name in names:
         try:
             headers.append(read_header(resolve_member(folder, name)))
-        except PathEscape:
-            raise
-        except (BadShard, IncompleteCheckpoint) as error:
+        except (PathEscape, BadShard, IncompleteCheckpoint) as error:
             faults.append(error)
     if len(faults) == 1:
         raise faults[0]
     if faults:
-        kind = BadShard if any(isinstance(fault, BadShard) for fault in faults) else IncompleteCheckpoint
+        kind = next(
+            kind
+            for kind in (PathEscape, BadShard, IncompleteCheckpoint)
+            if any(isinstance(fault, kind) for fault in faults)
+        )
         raise kind(
             f"{folder}: {len(faults)} of {len(names)} shards named by the index cannot be read",
             offenders=[str(fault) for fault in faults],
@@ -203,21 +208,41 @@ def _cross_check(index: Index, headers: list[ShardHeader]) -> list[str]:
 
 
 def list_assets(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of the files that are not weights, and of the weight files; both relative to the folder, sorted.
+    """Names of the files that belong to the checkpoint, and of those that do not: other weights, linked folders.
+
+    Both are relative to the folder and sorted.
 
     Raises:
-        PathEscape: a file is a link that leaves the folder.
+        PathEscape: links that leave the folder, or names that no other system can hold; all of them.
+        BadInput: what cannot be copied: dangling links, pipes; all of them.
     """
     assets: list[str] = []
-    weights: list[str] = []
+    left_out: list[str] = []
+    escapes: list[str] = []
+    unreadable: list[str] = []
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS)
-        for name in sorted(files):
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
+        for name in (*links, *sorted(files)):
             path = Path(parent) / name
             relative = path.relative_to(folder).as_posix()
             if name.endswith(WEIGHT_SUFFIXES) or name.startswith("pytorch_model"):
-                weights.append(relative)
+                left_out.append(relative)
                 continue
-            resolve_member(folder, relative)
-            assets.append(relative)
-    return sorted(assets), sorted(weights)
+            try:
+                resolve_member(folder, relative)
+            except PathEscape as error:
+                escapes.append(str(error))
+                continue
+            if path.is_file():
+                assets.append(relative)
+            elif path.is_dir():
+                left_out.append(relative)
+            else:
+                what = "a link whose target is missing" if path.is_symlink() else "not a regular file"
+                unreadable.append(f"{relative} is {what}")
+    if escapes:
+        raise PathEscape(f"{folder}: {len(escapes)} files do not stay in the folder", offenders=escapes)
+    if unreadable:
+        raise BadInput(f"{folder}: {len(unreadable)} files cannot be copied", offenders=unreadable)
+    return sorted(assets), sorted(left_out)

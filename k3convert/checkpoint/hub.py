@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_index
-from k3convert.errors import IncompleteCheckpoint, NotPossibleHere, UsageError
+from k3convert.checkpoint.member_paths import unsafe_reason
+from k3convert.errors import IncompleteCheckpoint, NotPossibleHere, PathEscape, UsageError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 
@@ -22,6 +23,7 @@ def resolve_source(source: str, *, download: bool) -> Path:
         UsageError: neither a folder nor a hub id.
         IncompleteCheckpoint: the cache does not hold the snapshot, or lacks shards of it.
         NotPossibleHere: the hub cannot be reached.
+        PathEscape: the hub names files that would leave the repository.
     """
     path = Path(source)
     if path.is_dir():
@@ -30,15 +32,20 @@ def resolve_source(source: str, *, download: bool) -> Path:
     if found is None or path.exists() or source.startswith((".", "/", "~")):
         raise UsageError(f"{source} is not a folder" + ("" if found else ", nor a hub id owner/name[@revision]"))
     repo, revision = found["repo"], found["revision"]
+    for part in (repo, revision or "main"):
+        if reason := unsafe_reason(part):
+            raise UsageError(f"{source} is not a folder, nor a hub id: {part!r} {reason}")
     return _download(repo, revision) if download else _cached(repo, revision)
 
 
 def _cached(repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except HFValidationError as error:
+        raise UsageError(f"{repo} is not a folder, nor a hub id: {error}") from error
     except (LocalEntryNotFoundError, ValueError) as error:
         raise IncompleteCheckpoint(
             f"{repo} is not in the local hub cache" + (f" at revision {revision}" if revision else ""),
@@ -69,6 +76,9 @@ def _download(repo: str, revision: str | None) -> Path:
         names = sorted(sibling.rfilename for sibling in info.siblings or [])
         if CONFIG_NAME not in names:
             raise IncompleteCheckpoint(f"{repo} has no {CONFIG_NAME}")
+        escapes = [f"{name!r} {reason}" for name in names if (reason := unsafe_reason(name))]
+        if escapes:
+            raise PathEscape(f"{repo}: {len(escapes)} file names leave the repository", offenders=escapes)
         weights_last = sorted(names, key=lambda name: (name.endswith(".safetensors"), name))
         folders = [Path(hf_hub_download(repo, name, revision=info.sha)) for name in weights_last]
         return folders[weights_last.index(CONFIG_NAME)].parent

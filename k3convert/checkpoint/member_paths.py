@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 
 from k3convert.errors import PathEscape
@@ -17,6 +18,8 @@ def unsafe_reason(name: object) -> str | None:
         return "contains a backslash or a colon"
     if any(ord(character) < 32 for character in name):
         return "contains a control character"
+    if any(0xD800 <= ord(character) < 0xE000 for character in name):
+        return "is not UTF-8 text"
     path = PurePosixPath(name)
     if path.is_absolute() or name.startswith("~"):
         return "is an absolute path"
@@ -36,7 +39,7 @@ def resolve_member(folder: Path, name: str) -> Path:
     if reason := unsafe_reason(name):
         raise PathEscape(f"{folder}: the file name {name!r} {reason}")
     path = folder / name
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     for root in _allowed_roots(folder):
         if target.is_relative_to(root):
             return path
@@ -45,7 +48,7 @@ def resolve_member(folder: Path, name: str) -> Path:
 
 def _allowed_roots(folder: Path) -> list[Path]:
     roots = [folder.resolve()]
-    parent = folder.absolute().parent
-    if parent.name == "snapshots":
-        roots.append((parent.parent / "blobs").resolve())
+    for parent in {folder.absolute().parent, folder.resolve().parent}:
+        if parent.name == "snapshots":
+            roots.append((parent.parent / "blobs").resolve())
     return roots

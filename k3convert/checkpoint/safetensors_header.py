@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from k3convert.checkpoint.dtypes import BITS, num_bytes
 from k3convert.checkpoint.json_text import DuplicateKey, parse_json
+from k3convert.checkpoint.regular_files import open_regular, why_unreadable
 from k3convert.errors import BadShard, IncompleteCheckpoint
 
 MAX_HEADER_BYTES = 100_000_000
@@ -52,16 +53,15 @@ def read_header(path: Path) -> ShardHeader:
         BadShard: the file breaks the format; every offending tensor is listed.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             head = file.read(LENGTH_BYTES)
             length = _header_length(path, head, file_bytes)
             text = file.read(length)
     except FileNotFoundError as error:
-        what = "a link whose target is missing (interrupted download)" if path.is_symlink() else "missing"
-        raise IncompleteCheckpoint(f"{path}: the shard is {what}", hint="fetch it again") from error
-    except IsADirectoryError as error:
-        raise BadShard(f"{path}: a folder, not a safetensors file") from error
+        raise IncompleteCheckpoint(f"{path} {why_unreadable(path, error)}", hint="fetch it again") from error
+    except OSError as error:
+        raise BadShard(f"{path} {why_unreadable(path, error)}") from error
     if len(text) != length:
         raise BadShard(f"{path}: the header has {len(text)} of {length} bytes")
     return parse_header(path, head + text, file_bytes)
@@ -155,8 +155,10 @@ def _entry(name: str, fields: object, data_start: int) -> TensorEntry | str:
     """One entry, or what is wrong with it."""
     if not isinstance(fields, dict):
         return f"{name}: not an object"
+    if not _is_text(name):
+        return f"{name!r}: the name is not UTF-8 text"
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         return f"{name}: unknown dtype {dtype!r}"
     if not isinstance(shape, list) or not _are_dims(shape):
         return f"{name}: shape {shape!r} is not a list of non-negative integers"
@@ -174,6 +176,11 @@ def _entry(name: str, fields: object, data_start: int) -> TensorEntry | str:
     if wanted != end - begin:
         return f"{name}: {dtype} {shape} needs {wanted} bytes, data_offsets {offsets} hold {end - begin}"
     return TensorEntry(name, dtype, tuple(shape), data_start + begin, wanted)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name has no lone surrogate, which JSON can spell and no file can hold."""
+    return name.isascii() or not any(0xD800 <= ord(character) < 0xE000 for character in name)
 
 
 def _are_dims(shape: list[object]) -> bool:

@@ -17,7 +17,7 @@ from k3convert.mapping.k3 import EXPERTS_PART, PACKED_SUFFIX, PLAIN_SUFFIX, SCAL
 from k3convert.mapping.roots import RELEASED, Root, detect_root
 from k3convert.numerics.digest import digest_hex
 from k3convert.planning.hf_sidecar import ASSET_FILES, ASSET_HEADERS, HEADER_SUFFIX, index_file, json_file
-from k3convert.planning.inventory import decide_packed, parse_config
+from k3convert.planning.inventory import decide_packed, parse_config, take_inventory
 from k3convert.planning.manifest import Manifest
 from k3model.census import census
 from k3model.config import KimiK3Config
@@ -60,8 +60,13 @@ class HfTarget:
 
 
 def target_like_folder(folder: Path) -> HfTarget:
-    """The layout of an HF folder."""
+    """The layout of an HF folder.
+
+    Raises:
+        BadInput: it is no checkpoint, or not the one that its config calls for.
+    """
     hf = open_hf_folder(folder)
+    take_inventory(hf)
     shards = tuple(TargetShard(shard.path.name, shard.raw, shard.entries) for shard in hf.shards)
     return _target(hf.raw_config, folder, shards, {name: folder / name for name in hf.assets})
 

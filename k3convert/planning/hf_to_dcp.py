@@ -254,8 +254,6 @@ class _Planner:
         """Experts moved as bytes, stacked in id order."""
         first = tensors[0]
         is_scale = first.name.endswith(SCALE_SUFFIX)
-        if len({tensor.dtype for tensor in tensors}) != 1:
-            raise UsageError(f"{first.name} and its fellow experts have different dtypes")
         slots = self._new_slots(len(tensors))
         watch = is_scale and not self.options.allow_nan_scales
         ops = [

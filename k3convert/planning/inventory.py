@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from k3convert.checkpoint.hf_folder import HfFolder
-from k3convert.errors import BadConfig, BadInput, BadQuantization, CensusMismatch, UnmappedNames
+from k3convert.errors import BadConfig, BadQuantization, CensusMismatch, UnmappedNames, UsageError
 from k3convert.mapping.k3 import EXPERTS_PART, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
 from k3convert.mapping.roots import Root, detect_root
 from k3model.census import TensorSpec, census
@@ -108,11 +109,12 @@ def take_inventory(hf: HfFolder, *, num_layers: int | None = None) -> Inventory:
 
     Raises:
         BadConfig, UnmappedNames, BadQuantization, CensusMismatch: with every offender.
+        UsageError: there are not that many layers.
     """
     config = parse_config(hf.raw_config, hf.folder)
     depth = config.text.num_hidden_layers
     if num_layers is not None and not 1 <= num_layers <= depth:
-        raise BadInput(f"--num-layers {num_layers}: the checkpoint has layers 1 to {depth}")
+        raise UsageError(f"--num-layers {num_layers}: the checkpoint has layers 1 to {depth}")
     try:
         root = detect_root(entry.name for _, entry in hf.entries())
     except ValueError as error:
@@ -137,7 +139,9 @@ def take_inventory(hf: HfFolder, *, num_layers: int | None = None) -> Inventory:
             f"{len(report.wrong_dtype)} of wrong dtype",
             offenders=report.offenders(),
         )
-    return Inventory(hf, kept, root, packed, groups, num_dropped, (*hf.notes, *_notes(config, root, packed)))
+    has_experts = any(group.stacks for group in groups)
+    notes = _notes(config, root, packed=packed, has_experts=has_experts)
+    return Inventory(hf, kept, root, packed, groups, num_dropped, (*hf.notes, *notes))
 
 
 def layer_of(name: str) -> int | None:
@@ -227,10 +231,26 @@ def _compare(
                 rest.tensors.append(tensor)
             else:
                 unexpected.append(name)
+    for layer in layers:
+        for stack in layer.stacks.values():
+            wrong_dtype += _mixed_dtypes(stack)
     report = CensusReport(
         num_expected, len(tensors), tuple(missing), tuple(unexpected), tuple(wrong_shape), tuple(wrong_dtype)
     )
     return (*layers, rest), report
+
+
+def _mixed_dtypes(stack: list[SourceTensor]) -> list[str]:
+    """The tensors of a stack whose dtype is not that of most."""
+    counts = Counter(tensor.dtype for tensor in stack)
+    if len(counts) == 1:
+        return []
+    wanted = counts.most_common(1)[0][0]
+    return [
+        f"{tensor.name}: found {tensor.dtype}, its fellow experts have {wanted}"
+        for tensor in stack
+        if tensor.dtype != wanted
+    ]
 
 
 def _check(spec: TensorSpec, tensor: SourceTensor, wrong_shape: list[str], wrong_dtype: list[str]) -> None:
@@ -243,11 +263,11 @@ def _check(spec: TensorSpec, tensor: SourceTensor, wrong_shape: list[str], wrong
             wrong_dtype.append(f"{spec.name}: found {tensor.dtype}, wanted {' or '.join(accepted)}")
 
 
-def _notes(config: KimiK3Config, root: Root, packed: bool) -> list[str]:
+def _notes(config: KimiK3Config, root: Root, *, packed: bool, has_experts: bool) -> list[str]:
     notes = [f"config.json has the unknown field {key}" for key in config.unknown_keys]
     if root.name != "language_model":
         notes.append("the text tower's names begin with model., not with language_model.model.")
-    if config.text.moe is not None and packed != (config.quantization is not None):
+    if has_experts and packed != (config.quantization is not None):
         notes.append(
             "config.json declares no quantization, the experts are packed MXFP4: the tensors decide"
             if packed

@@ -129,7 +129,9 @@ def _kda(kda: KdaConfig, hidden: int) -> Iterator[_Template]:
     for letter in "qkv":
         yield _Template(f"self_attn.{letter}_proj.weight", ((width, hidden),))
     for letter in "qkv":
-        yield _Template(f"self_attn.{letter}_conv1d.weight", ((width, 1, kernel), (width, kernel)), "F32")
+        # the release has the middle dim; other writers drop it or put it last, the bytes being the same
+        shapes = ((width, 1, kernel), (width, kernel), (width, kernel, 1))
+        yield _Template(f"self_attn.{letter}_conv1d.weight", shapes, "F32")
     a_log_shapes = dict.fromkeys(((padded_num_heads(kda.num_heads),), (kda.num_heads,)))
     yield _Template("self_attn.A_log", tuple(a_log_shapes), "F32")
     yield _Template("self_attn.dt_bias", ((width,),), "F32")

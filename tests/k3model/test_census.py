@@ -80,7 +80,7 @@ def test_a21_and_a_log_accept_both_shapes_and_store_the_released_one() -> None:
 
     attention = "language_model.model.layers.0.self_attn."
     assert specs[f"{attention}A_log"].shapes == ((128,), (6,))
-    assert specs[f"{attention}q_conv1d.weight"].shapes == ((192, 1, 4), (192, 4))
+    assert specs[f"{attention}q_conv1d.weight"].shapes == ((192, 1, 4), (192, 4), (192, 4, 1))
 
 
 def test_a_log_of_a_full_row_has_one_shape() -> None:

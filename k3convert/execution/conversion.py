@@ -19,7 +19,7 @@ from k3convert.execution.memory import DEFAULT_LIMIT_BYTES, format_size, peak_re
 from k3convert.execution.open_files import DestinationFiles, SourceFiles
 from k3convert.execution.partial_folder import PartialFolder
 from k3convert.execution.parts import Part
-from k3convert.execution.workers import Finished, WorkerBuffers, WorkerPool, plan_buffers, run_items
+from k3convert.execution.workers import BUFFERS_A_WORKER, Finished, WorkerBuffers, WorkerPool, plan_buffers, run_items
 from k3convert.planning.hf_to_dcp import DcpFinish, no_garbage_collection
 from k3convert.planning.plan import ConversionPlan, Decode, DecodeGathered, Encode, Gather
 from k3convert.version import __version__
@@ -29,6 +29,7 @@ LEAST_PIECE_BYTES = 64 << 10
 RESERVE_BYTES = 16 << 20
 CODEC_OPS = (Decode, DecodeGathered, Gather, Encode)
 MAX_DEFAULT_WORKERS = 8
+SMALL_OP_BYTES = 128 << 10
 READY_TIMEOUT_S = 600.0
 PEER_CHECK_S = 0.5
 PROCESS_STARTED = time.time()
@@ -192,12 +193,18 @@ class _Conversion:
             self._peers_checked = time.monotonic()
             self.partial.check_failures(run)
 
+    def _default_workers(self) -> int:
+        """One a core, at most eight; one alone where tensors are so small that threads would wait for each other."""
+        cores = max(1, min(MAX_DEFAULT_WORKERS, (os.cpu_count() or 1) // self.part.local_count))
+        num_ops = sum(len(item.ops) for item in self.plan.items)
+        return cores if self.plan.bytes_to_write >= SMALL_OP_BYTES * num_ops else 1
+
     def _uses_codec(self) -> bool:
         return any(isinstance(op, CODEC_OPS) for item in self.plan.items for op in item.ops)
 
     def _buffers(self) -> WorkerBuffers:
         local = self.part.local_count
-        workers = self.options.workers or max(1, min(MAX_DEFAULT_WORKERS, (os.cpu_count() or 1) // local))
+        workers = self.options.workers or self._default_workers()
         extra = self.plan.counts.get("largest_matrix_bytes", 0)
         limit = self.options.memory_limit // local
         fixed = resident_bytes() + RESERVE_BYTES
@@ -211,7 +218,7 @@ class _Conversion:
         if buffers is None:
             raise UsageError(
                 f"--memory-limit {format_size(self.options.memory_limit)} is too small here: this plan needs "
-                f"{format_size((fixed + 2 * LEAST_PIECE_BYTES + extra) * local)}"
+                f"{format_size((fixed + BUFFERS_A_WORKER * LEAST_PIECE_BYTES + extra) * local)}"
             )
         return buffers
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 32
 MAX_CACHED = 4
+FIRST_UNSAFE_SCALE = 253
 NAN_SCALE = 255
 
 
@@ -124,6 +125,9 @@ class ItemEncoder:
 
     def _decode(self, op: DecodeGathered) -> None:
         packed, scale = self._whole(op.packed), self._whole(op.scale)
+        if scale.size and scale.max() >= FIRST_UNSAFE_SCALE:
+            blocks = packed.reshape(-1, GROUP_SIZE // 2)
+            self._runner.find_unrepresentable(op.packed.slot, packed.shape[1] * 2, 0, blocks, scale.reshape(-1, 1))
         out = np.empty((packed.shape[0], packed.shape[1] * 2), np.uint16)
         decode(packed, scale, out)
         self._put(out)

@@ -131,7 +131,7 @@ class ItemRunner:
             packed = np.frombuffer(packed_view, np.uint8).reshape(count, BLOCK_PACKED_BYTES)
             scale = np.frombuffer(scale_view, np.uint8).reshape(count, 1)
             if scale.max() >= 253:
-                self._find_unrepresentable(op, done, packed, scale)
+                self.find_unrepresentable(op.slot, op.columns, done, packed, scale)
             if not self.output.discarding:
                 out = np.frombuffer(view, np.uint16).reshape(count, BLOCK_BF16_BYTES // 2)
                 decode(packed, scale, out)
@@ -143,17 +143,18 @@ class ItemRunner:
             self.record(op.scale_slot, scale_hasher.hexdigest())
         self.record(op.stored_slot, stored_hasher.hexdigest())
 
-    def _find_unrepresentable(self, op: Decode, done: int, packed: Any, scale: Any) -> None:
+    def find_unrepresentable(self, slot: int, columns: int, first_block: int, packed: Any, scale: Any) -> None:
+        """Note the blocks without a finite bf16; both arrays hold the blocks from ``first_block`` on, one a row."""
         from k3convert.numerics.mxfp4_scales import find_unrepresentable
 
         found = find_unrepresentable(packed, scale)
         if not len(found):
             return
-        name = self.plan.slot_name(op.slot)
-        per_row = op.columns // 32
+        name = self.plan.slot_name(slot)
+        per_row = columns // 32
         lines = []
         for row, _, byte in found:
-            block = done + row
+            block = first_block + row
             lines.append(f"{name}: row {block // per_row}, block {block % per_row}, scale byte {byte}")
         self.findings.unrepresentable(lines, len(found))
 

@@ -23,6 +23,7 @@ from k3convert.planning.plan import ConversionPlan
 COMMIT_BYTES = 512 << 20
 COMMIT_INTERVAL_S = 1.0
 POLL_S = 0.1
+BUFFERS_A_WORKER = 3
 NO_SPACE_CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -99,6 +100,8 @@ class WorkerPool:
                 self._messages.put((number, runner.run(self._plan.items[number])))
         except BaseException as error:  # noqa: BLE001 - handed to the main thread, which raises it
             self._messages.put(error)
+        finally:
+            runner.output.close()
         self._messages.put(None)
 
 
@@ -170,7 +173,7 @@ def plan_buffers(
     while num_workers:
         piece = piece_bytes
         while piece >= least_piece_bytes:
-            if num_workers * (2 * piece + extra_bytes) <= available_bytes:
+            if num_workers * (BUFFERS_A_WORKER * piece + extra_bytes) <= available_bytes:
                 return WorkerBuffers(num_workers, piece, piece)
             piece //= 2
         num_workers -= 1

@@ -10,13 +10,13 @@ from pathlib import Path
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, open_hf_folder, read_config
-from k3convert.errors import UnmappedNames, UsageError
+from k3convert.errors import BadQuantization, UnmappedNames, UsageError
 from k3convert.mapping.k3 import K3, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
 from k3convert.mapping.roots import detect_root
 from k3convert.planning.dcp_source import ChunkReader, open_dcp
 from k3convert.planning.hf_sidecar import ASSET_FILES
 from k3convert.planning.hf_to_dcp import no_garbage_collection, source_file
-from k3convert.planning.inventory import parse_config
+from k3convert.planning.inventory import SCALE_DTYPES, decide_packed, parse_config
 from k3convert.planning.plan import NO_SLOT, Box, Gather, SourceFile
 from k3model.census import census
 
@@ -71,7 +71,8 @@ def _open_hf(folder: Path) -> LogicalCheckpoint:
                 boxes, entry.dtype, entry.dtype, shape, entry.nbytes, NO_SLOT
             )
     files = tuple(source_file(hf, number) for number in range(len(hf.shards)))
-    return LogicalCheckpoint(folder, _joined(stored), files)
+    decide_packed(parse_config(hf.raw_config, folder), stored)
+    return LogicalCheckpoint(folder, _joined(folder, stored), files)
 
 
 def _open_dcp(folder: Path) -> LogicalCheckpoint:
@@ -92,19 +93,46 @@ def _open_dcp(folder: Path) -> LogicalCheckpoint:
             boxes = tuple(reader.boxes(fqn, expert))
             nbytes = num_bytes(tensor.dtype, shape) if prod(shape) else 0
             stored[K3.to_hf(fqn, expert)] = Gather(boxes, tensor.dtype, tensor.dtype, shape, nbytes, NO_SLOT)
-    return LogicalCheckpoint(folder, _joined(stored), source.files, source.left_out)
+    return LogicalCheckpoint(folder, _joined(folder, stored), source.files, source.left_out)
 
 
-def _joined(stored: Mapping[str, Gather]) -> dict[str, LogicalTensor]:
-    """Pairs become one tensor; scales kept beside a plain matrix are no tensor of their own."""
+def _joined(where: Path, stored: Mapping[str, Gather]) -> dict[str, LogicalTensor]:
+    """Pairs become one tensor; scales kept beside a plain matrix are no tensor of their own.
+
+    Raises:
+        BadQuantization: packed weights and scales that do not belong together, all of them.
+    """
     out: dict[str, LogicalTensor] = {}
+    offenders: list[str] = []
     for name, gather in stored.items():
         if name.endswith(SCALE_SUFFIX):
-            continue
-        if name.endswith(PACKED_SUFFIX):
-            module = name.removesuffix(PACKED_SUFFIX)
-            rows, half = gather.shape
-            out[module + PLAIN_SUFFIX] = LogicalTensor("BF16", (rows, 2 * half), gather, stored[module + SCALE_SUFFIX])
-        else:
+            module = name.removesuffix(SCALE_SUFFIX)
+            if module + PACKED_SUFFIX not in stored and module + PLAIN_SUFFIX not in stored:
+                offenders.append(f"{name} has no {PACKED_SUFFIX[1:]} beside it")
+        elif not name.endswith(PACKED_SUFFIX):
             out[name] = LogicalTensor(gather.stored_dtype, gather.shape, gather)
+        else:
+            module = name.removesuffix(PACKED_SUFFIX)
+            scale = stored.get(module + SCALE_SUFFIX)
+            if fault := _pair_fault(gather, scale):
+                offenders.append(f"{name} {fault}")
+            elif module + PLAIN_SUFFIX in stored:
+                offenders.append(f"{module} has packed weights and a plain weight")
+            else:
+                rows, half = gather.shape
+                out[module + PLAIN_SUFFIX] = LogicalTensor("BF16", (rows, 2 * half), gather, scale)
+    if offenders:
+        raise BadQuantization(f"{where}: {len(offenders)} faults in its packed weights", offenders=offenders)
     return out
+
+
+def _pair_fault(packed: Gather, scale: Gather | None) -> str | None:
+    """Why two stored tensors are not the halves of one packed matrix, or None."""
+    if scale is None:
+        return f"has no {SCALE_SUFFIX[1:]} beside it"
+    if len(packed.shape) != 2 or packed.shape[1] % 16 or packed.stored_dtype != "U8":
+        return f"is {packed.stored_dtype} {list(packed.shape)}, wanted U8 [rows, whole blocks of 16 bytes]"
+    wanted = (packed.shape[0], packed.shape[1] // 16)
+    if scale.shape != wanted or scale.stored_dtype not in SCALE_DTYPES:
+        return f"has scales {scale.stored_dtype} {list(scale.shape)}, wanted U8 {list(wanted)}"
+    return None

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    sizes = {name: len((ROOT / name).read_text().splitlines()) for name in listed.stdout.split() if (ROOT / name).exists()}
+    names = [name for name in listed.stdout.split() if (ROOT / name).exists()]
+    sizes = {name: len((ROOT / name).read_text().splitlines()) for name in names}
     counts = [size for name, size in sizes.items() if not name.endswith("__init__.py")]
     faults = [
         f"{name}: {size} lines"

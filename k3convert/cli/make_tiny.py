@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from k3convert.cli.options import AsJson, Debug, Quiet, Verbose
 NAME = "make-tiny"
 
 
-class Preset(str, Enum):
+class Preset(StrEnum):
     """Sizes of generated checkpoints."""
 
     TINY = "tiny"

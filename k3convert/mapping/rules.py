@@ -11,7 +11,7 @@ INDEX = "e"
 
 
 class Slot(NamedTuple):
-    """Where one HF tensor lives natively: an FQN, and its expert id, the place along dim 0, when it is part of a stack."""
+    """Where one HF tensor lives natively: an FQN, and, in a stack, its expert id: the place along dim 0."""
 
     fqn: str
     expert: int | None

@@ -386,7 +386,7 @@ class _Planner:
             return
         offenders = [*(f"missing: {name}" for name in self.missing), *self.wrong]
         raise CensusMismatch(
-            f"{self.source.folder} does not hold the checkpoint that is wanted: {len(self.missing)} tensors are missing, "
+            f"{self.source.folder} does not hold the wanted checkpoint: {len(self.missing)} tensors are missing, "
             f"{len(self.wrong)} have the wrong shape or dtype",
             offenders=offenders,
             hint=None if self.own else "entries it does hold: " + ", ".join(self.source.left_out[:3]) or None,

@@ -29,7 +29,7 @@ class Sidecar:
 
 
 def plan_sidecar(inventory: Inventory, *, truncated: bool) -> Sidecar:
-    """The sidecar of a whole source, or of one cut to its first layers: then config, index and headers are rewritten."""
+    """The sidecar of a whole source, or of its first layers: then config, index and headers are rewritten."""
     hf = inventory.hf
     if not truncated:
         small = {f"{ASSET_HEADERS}/{shard.path.name}{HEADER_SUFFIX}": shard.raw for shard in hf.shards}

@@ -219,7 +219,8 @@ def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[in
             if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
                 raise ValueError("no data.pkl of a tensor")
             root = pickles[0].filename.removesuffix("data.pkl")
-            record = _TensorUnpickler(io.BytesIO(archive.read(pickles[0]))).load()
+            start = _member_start(read_at, pickles[0])
+            record = _TensorUnpickler(io.BytesIO(read_at(start, pickles[0].file_size))).load()
     except (zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"not an entry of torch.save: {error}") from error
     except (TypeError, KeyError, IndexError, AttributeError, struct.error) as error:
@@ -238,8 +239,13 @@ def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[in
     start = record.storage_offset * item_bytes
     if start + num_bytes(dtype, shape) > member.file_size:
         raise ValueError(f"storage {record.member!r} has {member.file_size} bytes, the tensor needs more")
-    name_length, extra_length = struct.unpack("<2H", read_at(member.header_offset + 26, 4))
-    payload = member.header_offset + 30 + name_length + extra_length + start
+    payload = _member_start(read_at, member) + start
     if payload + num_bytes(dtype, shape) > length:
         raise ValueError("is cut short")
-    return int(payload)
+    return payload
+
+
+def _member_start(read_at: ReadAt, member: zipfile.ZipInfo) -> int:
+    """Where a stored member's bytes begin. They are not read through ``zipfile``: torch may leave the CRC at 0."""
+    name_length, extra_length = struct.unpack("<2H", read_at(member.header_offset + 26, 4))
+    return member.header_offset + 30 + int(name_length) + int(extra_length)

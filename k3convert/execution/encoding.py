@@ -57,7 +57,7 @@ class QuantizationStatistics:
             "blocks_saturated": blocks.num_saturated,
             "max_abs_error": blocks.max_abs_error,
             "max_relative_error": blocks.max_relative_error,
-            "max_abs_error_in": self.largest_error_in,
+            "max_abs_error_in": self.largest_error_in if blocks.max_abs_error else None,
         }
 
 

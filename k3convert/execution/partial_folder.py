@@ -24,7 +24,7 @@ RESULT = "result"
 PLAN = "plan.json"
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-SHOWN_DIFFERENCES = 5
+_CONSEQUENCES = {"files": 2, "num_items": 1}  # they follow from options and sources, which come first
 
 
 class PartialFolder:
@@ -187,7 +187,7 @@ def _replaceable(folder: Path) -> bool:
 def _differences(where: str, earlier: Any, wanted: Any) -> list[str]:
     if isinstance(earlier, dict) and isinstance(wanted, dict):
         out = []
-        for key in sorted(set(earlier) | set(wanted)):
+        for key in sorted(set(earlier) | set(wanted), key=lambda key: (_CONSEQUENCES.get(key, 0), key)):
             inside = f"{where}.{key}" if where else key
             out += _differences(inside, earlier.get(key, "absent"), wanted.get(key, "absent"))
         return out

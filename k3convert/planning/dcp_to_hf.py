@@ -127,7 +127,7 @@ def _make_planner(folder: Path, destination: Path, options: ToHfOptions) -> _Pla
     elif base_files:
         base = experts_of_folder(original, len(files))
         files += base_files
-    elif own is not None and own.policy.get("keep_scales"):
+    elif any(_is_kept_scale(native, source) for native in source.tensors):
         base = experts_of_dcp(source, 0, profile)
     else:
         base = no_experts()
@@ -144,6 +144,11 @@ def _wanted_fqns(target: HfTarget, profile: Profile) -> frozenset[str]:
             module = _module(name)
             wanted.update(profile.to_fqn(module + leaf).fqn for leaf in (PACKED_SUFFIX, SCALE_SUFFIX, PLAIN_SUFFIX))
     return frozenset(wanted)
+
+
+def _is_kept_scale(native: str, source: DcpSource) -> bool:
+    """Whether an FQN is a stack of scales beside the stack of the plain weights decoded with them."""
+    return native.endswith(SCALE_SUFFIX) and native.removesuffix(SCALE_SUFFIX) in source.tensors
 
 
 def _module(name: str) -> str:
@@ -364,11 +369,11 @@ class _Planner:
         return [DecodeGathered(halves[0], halves[1], entry.nbytes)]
 
     def _unused(self) -> list[str]:
-        kept_scales = self.own is not None
+        """Entries that no tensor came from; scales kept beside decoded experts are a help, not an entry."""
         return [
             stored
             for native, stored in self.source.stored_names.items()
-            if native not in self.used and not (kept_scales and native.endswith(SCALE_SUFFIX))
+            if native not in self.used and not _is_kept_scale(native, self.source)
         ]
 
     def _asset_digests(self) -> dict[str, str]:

@@ -19,6 +19,11 @@ def size_text(nbytes: float) -> str:
     return f"{value:.2f} TiB"
 
 
+def count_text(count: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``, ``1,510 tensors``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def table_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table: columns of numbers to the right, columns of text to the left."""
     cells = [[str(cell) if not isinstance(cell, int) else f"{cell:,}" for cell in row] for row in rows]
@@ -71,11 +76,14 @@ def conversion_text(document: Mapping[str, Any]) -> str:
     lines = [
         f"{document['destination']}: {document['counts'].get('tensors', 0):,} tensors, "
         f"{size_text(document['bytes_written'])} in {document['elapsed_s']:.2f} s ({size_text(rate)}/s, "
-        f"{document['num_workers']} workers, {size_text(document['peak_memory_bytes'])} of memory at most)"
+        f"{count_text(document['num_workers'], 'worker')}, "
+        f"{size_text(document['peak_memory_bytes'])} of memory at most)"
     ]
     for name, value in document["details"].items():
         if isinstance(value, dict):
-            lines += [f"{INDENT}{name}: " + ", ".join(f"{key} {entry}" for key, entry in value.items())]
+            lines += [
+                f"{INDENT}{name}: " + ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+            ]
         elif isinstance(value, list):
             if value:
                 lines.append(f"{INDENT}{name}: {len(value)}, for example {value[0]}")

@@ -73,17 +73,19 @@ def conversion_text(document: Mapping[str, Any]) -> str:
     if not document["complete"]:
         return f"part written to {document['destination']} in {document['elapsed_s']:.1f} s; --finish completes it"
     rate = document["bytes_written"] / max(document["elapsed_s"], 1e-9)
+    memory = f"{size_text(document['peak_memory_bytes'])} of memory at most"
+    if document["num_workers"]:
+        how = f"{size_text(rate)}/s, {count_text(document['num_workers'], 'worker')}, {memory}"
+    else:
+        how = f"completed from its parts, {memory}"
     lines = [
-        f"{document['destination']}: {document['counts'].get('tensors', 0):,} tensors, "
-        f"{size_text(document['bytes_written'])} in {document['elapsed_s']:.2f} s ({size_text(rate)}/s, "
-        f"{count_text(document['num_workers'], 'worker')}, "
-        f"{size_text(document['peak_memory_bytes'])} of memory at most)"
+        f"{document['destination']}: {count_text(document['counts'].get('tensors', 0), 'tensor')}, "
+        f"{size_text(document['bytes_written'])} in {document['elapsed_s']:.2f} s ({how})"
     ]
     for name, value in document["details"].items():
         if isinstance(value, dict):
-            lines += [
-                f"{INDENT}{name}: " + ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
-            ]
+            entries = (f"{key} {entry}" for key, entry in value.items() if entry is not None)
+            lines.append(f"{INDENT}{name}: " + ", ".join(entries))
         elif isinstance(value, list):
             if value:
                 lines.append(f"{INDENT}{name}: {len(value)}, for example {value[0]}")
@@ -134,12 +136,12 @@ def verification_text(document: Mapping[str, Any]) -> str:
     lines = [
         f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors, "
         f"{size_text(document['num_bytes'])} read, content {document['content_digest'][:16]}",
-        f"{what}: {'ok' if not document['faults'] else str(len(document['faults'])) + ' FAULTS'}",
+        f"{what}: {'ok' if not document['faults'] else count_text(len(document['faults']), 'FAULT')}",
         *_shown(document["faults"]),
     ]
     if document["against"] is not None:
         count = len(document["differences"])
-        lines.append(f"against {document['against']}: {'identical' if not count else f'{count:,} DIFFERENCES'}")
+        lines.append(f"against {document['against']}: {'identical' if not count else count_text(count, 'DIFFERENCE')}")
         lines += _shown(document["differences"])
     return "\n".join(lines)
 

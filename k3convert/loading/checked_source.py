@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, open_hf_folder, read_config
 from k3convert.errors import CensusMismatch, UsageError
+from k3convert.mapping.k3 import PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
 from k3convert.planning.hf_sidecar import ASSET_FILES
-from k3convert.planning.inventory import ACCEPTED_DTYPES, TIED, layer_of, parse_config, take_inventory
+from k3convert.planning.hf_to_dcp import no_garbage_collection, source_file
+from k3convert.planning.inventory import (
+    ACCEPTED_DTYPES,
+    TIED,
+    Inventory,
+    SourceTensor,
+    layer_of,
+    parse_config,
+    take_inventory,
+)
 from k3convert.planning.logical_tensors import LogicalCheckpoint, LogicalTensor, open_logical
+from k3convert.planning.plan import NO_SLOT, Box, Gather
 from k3model.census import TensorSpec, census
 from k3model.config import KimiK3Config
 
@@ -52,17 +63,52 @@ def open_checked(folder: Path, *, num_layers: int | None = None) -> CheckedSourc
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
-    is_dcp = (folder / METADATA_NAME).exists()
-    whole = parse_config(read_config(_config_folder(folder) if is_dcp else folder), folder)
-    depth = whole.text.num_hidden_layers
-    if num_layers is not None and not 1 <= num_layers <= depth:
-        raise UsageError(f"num_layers {num_layers}: {folder} has layers 1 to {depth}")
-    if not is_dcp:
-        # Half a packed pair, or a pair beside a plain weight, is found here and named.
-        take_inventory(open_hf_folder(folder), num_layers=num_layers)
+    with no_garbage_collection():
+        if (folder / METADATA_NAME).exists():
+            return _open_dcp(folder, num_layers)
+        return _open_hf(folder, num_layers)
+
+
+def _open_hf(folder: Path, num_layers: int | None) -> CheckedSource:
+    hf = open_hf_folder(folder)
+    _cut_config(parse_config(hf.raw_config, folder), num_layers, folder)
+    inventory = take_inventory(hf, num_layers=num_layers)
+    names = (inventory.root.to_canonical(entry.name) for _, entry in hf.entries())
+    tensors = dict(_logical_tensors(inventory))
+    files = tuple(source_file(hf, number) for number in range(len(hf.shards)))
+    dropped = () if num_layers is None else tuple(name for name in names if (layer_of(name) or 0) >= num_layers)
+    return CheckedSource(inventory.config, LogicalCheckpoint(folder, tensors, files), dropped, ())
+
+
+def _logical_tensors(inventory: Inventory) -> Iterator[tuple[str, LogicalTensor]]:
+    """The tensors of a checked HF folder; a packed pair is one tensor under the name of its matrix."""
+    for group in inventory.groups:
+        for tensor in group.tensors:
+            yield tensor.name, LogicalTensor(tensor.dtype, tensor.shape, _whole(tensor))
+        for (matrix, leaf), members in group.stacks.items():
+            if leaf == PLAIN_SUFFIX[1:]:
+                yield from (
+                    (member.name, LogicalTensor(member.dtype, member.shape, _whole(member))) for member in members
+                )
+            elif leaf == PACKED_SUFFIX[1:]:
+                for packed, scale in zip(members, group.stacks[matrix, SCALE_SUFFIX[1:]], strict=True):
+                    rows, half = packed.shape
+                    name = packed.name.removesuffix(PACKED_SUFFIX) + PLAIN_SUFFIX
+                    yield name, LogicalTensor("BF16", (rows, 2 * half), _whole(packed), _whole(scale))
+
+
+def _whole(tensor: SourceTensor) -> Gather:
+    """A tensor that lies in one piece."""
+    zeros = (0,) * len(tensor.shape)
+    box = Box(tensor.shard, tensor.offset, tensor.shape, zeros, tensor.shape, zeros)
+    return Gather((box,), tensor.dtype, tensor.dtype, tensor.shape, tensor.nbytes, NO_SLOT)
+
+
+def _open_dcp(folder: Path, num_layers: int | None) -> CheckedSource:
+    whole = parse_config(read_config(_config_folder(folder)), folder)
+    config = _cut_config(whole, num_layers, folder)
     checkpoint = open_logical(folder)
-    config = whole if num_layers is None else whole.with_num_layers(num_layers)
-    dropped = [name for name in checkpoint.tensors if _is_cut(name, config, depth)]
+    dropped = [name for name in checkpoint.tensors if _is_cut(name, config, whole.text.num_hidden_layers)]
     offenders = _differences(config, checkpoint.tensors, dropped)
     offenders += [f"unexpected: {name}" for name in checkpoint.left_out if name.startswith(_NETWORK_PREFIXES)]
     if offenders:
@@ -72,6 +118,15 @@ def open_checked(folder: Path, *, num_layers: int | None = None) -> CheckedSourc
             offenders=offenders,
         )
     return CheckedSource(config, checkpoint, tuple(dropped), checkpoint.left_out)
+
+
+def _cut_config(whole: KimiK3Config, num_layers: int | None, folder: Path) -> KimiK3Config:
+    depth = whole.text.num_hidden_layers
+    if num_layers is None:
+        return whole
+    if not 1 <= num_layers <= depth:
+        raise UsageError(f"num_layers {num_layers}: {folder} has layers 1 to {depth}")
+    return whole.with_num_layers(num_layers)
 
 
 def _config_folder(folder: Path) -> Path:

@@ -130,6 +130,7 @@ def saved_by_torch(folder: Path, source: Path, change: Callable[[dict[str, Tenso
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_dcp_of_stock_torch_loads_and_a_training_runs_state_is_named(small_source: Path, tmp_path: Path) -> None:
     state_name = "optimizer.state.language_model.model.norm.weight.exp_avg"
     folder = saved_by_torch(tmp_path / "dcp", small_source, lambda state: state.update({state_name: torch.zeros(128)}))
@@ -140,6 +141,7 @@ def test_a_dcp_of_stock_torch_loads_and_a_training_runs_state_is_named(small_sou
     assert report.left_out == (state_name,)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_c03_a_dcp_with_a_tensor_too_many_and_one_too_few_is_refused_with_both(
     small_source: Path, tmp_path: Path
 ) -> None:

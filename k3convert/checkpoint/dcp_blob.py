@@ -15,12 +15,13 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+from k3convert.checkpoint.dcp_metadata import FixedCall
 from k3convert.checkpoint.dtypes import CODES, STORAGE_CLASSES, TORCH_NAMES, num_bytes
 
 ALIGNMENT = 64
@@ -168,8 +169,7 @@ class _SliceFile(io.RawIOBase):
         return data
 
 
-@dataclass(frozen=True, slots=True)
-class _Rebuilt:
+class _Rebuilt(NamedTuple):
     dtype: str
     member: str
     storage_offset: int
@@ -203,10 +203,12 @@ class _TensorUnpickler(pickle.Unpickler):
         return storage, key
 
 
+@FixedCall
 def _rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> _Rebuilt:
     return _Rebuilt(storage[0], storage[1], int(offset), tuple(shape), tuple(stride))
 
 
+@FixedCall
 def _rebuild_v3(storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any) -> _Rebuilt:
     return _Rebuilt(dtype, storage[1], int(offset), tuple(shape), tuple(stride))
 
@@ -215,31 +217,40 @@ def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[in
     try:
         with zipfile.ZipFile(_SliceFile(read_at, length)) as archive:
             members = {info.filename: info for info in archive.infolist()}
-            pickles = [info for name, info in members.items() if name.endswith("/data.pkl")]
-            if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
-                raise ValueError("no data.pkl of a tensor")
-            root = pickles[0].filename.removesuffix("data.pkl")
-            start = _member_start(read_at, pickles[0])
-            record = _TensorUnpickler(io.BytesIO(read_at(start, pickles[0].file_size))).load()
+        return _find_payload(read_at, members, length, dtype, shape)
     except (zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"not an entry of torch.save: {error}") from error
-    except (TypeError, KeyError, IndexError, AttributeError, struct.error) as error:
-        raise ValueError(f"a damaged entry: {error!r}") from error
+        raise ValueError(f"is no entry of torch.save: {error}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError, struct.error) as error:
+        raise ValueError(f"is damaged: {error!r}") from error
+
+
+def _find_payload(
+    read_at: ReadAt, members: Mapping[str, zipfile.ZipInfo], length: int, dtype: str, shape: tuple[int, ...]
+) -> int:
+    """Read ``data.pkl``, compare it with the tensor that is wanted, and find its storage."""
+    pickles = [info for name, info in members.items() if name.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
+        raise ValueError("has no data.pkl of a tensor")
+    root = pickles[0].filename.removesuffix("data.pkl")
+    start = _member_start(read_at, pickles[0])
+    record = _TensorUnpickler(io.BytesIO(read_at(start, pickles[0].file_size))).load()
     if not isinstance(record, _Rebuilt):
         raise ValueError(f"holds a {type(record).__name__}, not a tensor")
     if (record.dtype, record.shape) != (dtype, shape):
         raise ValueError(f"holds {record.dtype} {list(record.shape)}, the metadata says {dtype} {list(shape)}")
     contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if any(dim > 1 and have != want for dim, have, want in zip(shape, record.stride, contiguous, strict=True)):
+    steps = [(have, want) for dim, have, want in zip(shape, record.stride, contiguous, strict=True) if dim > 1]
+    if any(have != want for have, want in steps):
         raise ValueError(f"is not contiguous: stride {list(record.stride)} for shape {list(shape)}")
     member = members.get(f"{root}data/{record.member}")
     if member is None or member.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"storage {record.member!r} is missing or compressed")
-    item_bytes = num_bytes(dtype, (1,))
-    start = record.storage_offset * item_bytes
-    if start + num_bytes(dtype, shape) > member.file_size:
+    first = record.storage_offset * num_bytes(dtype, (1,))
+    if first < 0:
+        raise ValueError(f"begins before its storage, at element {record.storage_offset}")
+    if first + num_bytes(dtype, shape) > member.file_size:
         raise ValueError(f"storage {record.member!r} has {member.file_size} bytes, the tensor needs more")
-    payload = _member_start(read_at, member) + start
+    payload = _member_start(read_at, member) + first
     if payload + num_bytes(dtype, shape) > length:
         raise ValueError("is cut short")
     return payload
@@ -247,5 +258,7 @@ def _locate_in_archive(read_at: ReadAt, length: int, dtype: str, shape: tuple[in
 
 def _member_start(read_at: ReadAt, member: zipfile.ZipInfo) -> int:
     """Where a stored member's bytes begin. They are not read through ``zipfile``: torch may leave the CRC at 0."""
+    if member.header_offset < 0:
+        raise ValueError(f"names a member at byte {member.header_offset}")
     name_length, extra_length = struct.unpack("<2H", read_at(member.header_offset + 26, 4))
     return member.header_offset + 30 + int(name_length) + int(extra_length)

@@ -6,9 +6,10 @@ can be named, and each stands for a plain record of ours.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from k3convert.checkpoint.dtypes import CODES
 from k3convert.checkpoint.member_paths import unsafe_reason
+from k3convert.checkpoint.regular_files import open_regular, why_unreadable
 from k3convert.errors import BadMetadata, IncompleteCheckpoint, PathEscape
 
 METADATA_NAME = ".metadata"
@@ -100,6 +102,10 @@ class _Index(_Record):
             raise pickle.UnpicklingError("a MetadataIndex without a name")
         return hash((self.fqn, self.offset))
 
+    def is_whole(self) -> bool:
+        """Whether name and offset are what they should be; a state may come after the hash was taken."""
+        return isinstance(self.fqn, str) and (self.offset is None or _is_dims(self.offset))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
@@ -110,14 +116,33 @@ class _Dtype(str):
     __slots__ = ()
 
 
+class FixedCall:
+    """Stands for a function that a pickle may call and, unlike a function, cannot change."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self._function(*arguments)
+
+    def __setstate__(self, _state: Any) -> None:
+        raise pickle.UnpicklingError("it gives a function a state; nothing was run")
+
+
+@FixedCall
 def _as_tuple(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
+@FixedCall
 def _ignored(*_: Any) -> None:
     return None
 
 
+@FixedCall
 def _joined_path(*parts: Any) -> str:
     return "/".join(str(part) for part in parts)
 
@@ -160,17 +185,15 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """
     path = folder / METADATA_NAME
     try:
-        size = path.stat().st_size
-        if size > MAX_METADATA_BYTES:
-            raise BadMetadata(f"{path}: {size} bytes, at most {MAX_METADATA_BYTES} are read")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_METADATA_BYTES:
+                raise BadMetadata(f"{path}: {size} bytes, at most {MAX_METADATA_BYTES} are read")
             document = _MetadataUnpickler(file).load()
-    except FileNotFoundError as error:
-        raise BadMetadata(
-            f"{path} is missing", hint="a DCP folder without .metadata is not a finished checkpoint"
-        ) from error
     except OSError as error:
-        raise BadMetadata(f"{path} cannot be read: {error.strerror}") from error
+        raise BadMetadata(
+            f"{path} {why_unreadable(path, error)}", hint="a DCP folder without .metadata is not a finished checkpoint"
+        ) from error
     except (pickle.UnpicklingError, EOFError) as error:
         raise BadMetadata(f"{path}: {error or 'the pickle is cut short'} ({size} bytes)") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -189,8 +212,8 @@ def _checked(path: Path, document: _Metadata) -> DcpMetadata:
         raise BadMetadata(f"{path}: no state_dict_metadata or no storage_data")
     infos: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
     for index, info in storage.items():
-        if not isinstance(index, _Index) or not isinstance(info, _StorageInfo):
-            raise BadMetadata(f"{path}: storage_data maps {index!r}, not entries to places in files")
+        if not isinstance(index, _Index) or not isinstance(info, _StorageInfo) or not index.is_whole():
+            raise BadMetadata(f"{path}: storage_data maps {type(index).__name__}, not entries to places in files")
         infos[index.fqn, index.offset] = info
     offenders: list[str] = []
     escapes: set[str] = set()

@@ -207,7 +207,7 @@ def _framing_jobs(source: DcpSource, manifest: Manifest) -> tuple[list[HashJob],
             frame = blob_frame(tensor.dtype, chunk.sizes)
             nbytes = num_bytes(tensor.dtype, chunk.sizes)
             by_file.setdefault(chunk.file, []).append((chunk.offset, len(frame.prefix), nbytes, chunk.length))
-    numbers = {os.path.basename(file.path): number for number, file in enumerate(source.files)}
+    numbers = {name: number for number, name in enumerate(source.file_names)}
     sizes = {str(file["name"]): int(file["nbytes"]) for file in manifest.files}
     jobs, faults = [], []
     for name, entries in by_file.items():

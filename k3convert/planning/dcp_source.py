@@ -30,6 +30,7 @@ class DcpSource:
     stored_names: Mapping[str, str]
     left_out: tuple[str, ...]
     prefix: str
+    file_names: tuple[str, ...]
     files: tuple[SourceFile, ...]
     metadata_bytes: bytes
 
@@ -48,6 +49,9 @@ def open_dcp(folder: Path, profile: Profile, wanted: frozenset[str] | None) -> D
     if len(tensors) != len(names):
         doubles = sorted({native for native in names.values() if list(names.values()).count(native) > 1})
         raise BadMetadata(f"{folder}: {len(doubles)} tensors are stored under two names each", offenders=doubles)
+    scalars = [native for native, tensor in tensors.items() if not tensor.shape and profile.is_stack(native)]
+    if scalars:
+        raise BadMetadata(f"{folder}: {len(scalars)} stacks of experts are scalars", offenders=scalars)
     left_out = (*metadata.other_entries, *(name for name in metadata.tensors if name not in names))
     return DcpSource(
         folder,
@@ -56,6 +60,7 @@ def open_dcp(folder: Path, profile: Profile, wanted: frozenset[str] | None) -> D
         {native: stored for stored, native in names.items()},
         tuple(sorted(left_out)),
         prefix,
+        tuple(metadata.file_names()),
         tuple(_source_file(folder, name) for name in metadata.file_names()),
         (folder / ".metadata").read_bytes(),
     )
@@ -96,8 +101,8 @@ class ChunkReader:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for position, file in enumerate(self.source.files):
-            self._numbers[os.path.basename(file.path)] = self.first_file + position
+        for position, name in enumerate(self.source.file_names):
+            self._numbers[name] = self.first_file + position
 
     def boxes(self, fqn: str, index: int | None) -> list[Box]:
         """The parts that make up a tensor, or expert ``index`` of a stack, in the order of their first rows.
@@ -123,7 +128,7 @@ class ChunkReader:
         return boxes
 
     def _number(self, file: str) -> int:
-        return self._numbers[os.path.basename(file)]
+        return self._numbers[file]
 
     def _chunks(self, fqn: str, index: int | None) -> Sequence[DcpChunk]:
         chunks = self.source.tensors[fqn].chunks

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from k3convert.checkpoint.dcp_metadata import DcpTensor
+from k3convert.checkpoint.dcp_metadata import METADATA_NAME, DcpTensor
 from k3convert.checkpoint.dtypes import num_bytes
-from k3convert.checkpoint.hf_folder import CONFIG_NAME
+from k3convert.checkpoint.hf_folder import CONFIG_NAME, looks_like_hf
 from k3convert.checkpoint.safetensors_header import TensorEntry
-from k3convert.errors import CensusMismatch, UsageError
+from k3convert.errors import BadMetadata, CensusMismatch, UsageError
 from k3convert.mapping.k3 import EXPERTS_PART, K3, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
 from k3convert.mapping.rules import Profile
 from k3convert.numerics.digest import digest_hex
@@ -81,6 +81,15 @@ def plan_dcp_to_hf(source: Path, destination: Path, options: ToHfOptions) -> Con
         raise UsageError(f"--experts {options.experts}: packed or bf16")
     if options.scale_rule not in SCALE_RULES:
         raise UsageError(f"--scale-rule {options.scale_rule}: one of {', '.join(SCALE_RULES)}")
+    if not source.is_dir():
+        raise UsageError(f"{source} is not a folder")
+    if not (source / METADATA_NAME).exists():
+        raise BadMetadata(
+            f"{source / METADATA_NAME} is missing",
+            hint="hf-to-dcp converts a Hugging Face folder"
+            if looks_like_hf(source)
+            else "a DCP folder without .metadata is not a finished checkpoint",
+        )
     with no_garbage_collection():
         return _make_planner(source, destination, options).plan()
 

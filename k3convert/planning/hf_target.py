@@ -11,6 +11,7 @@ from typing import Any
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, open_hf_folder, read_config
 from k3convert.checkpoint.json_text import parse_json
+from k3convert.checkpoint.member_paths import resolve_member
 from k3convert.checkpoint.safetensors_header import TensorEntry, build_header, parse_header
 from k3convert.errors import BadMetadata, DigestMismatch
 from k3convert.mapping.k3 import EXPERTS_PART, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
@@ -77,13 +78,14 @@ def target_like_sidecar(folder: Path, manifest: Manifest) -> HfTarget:
     Raises:
         BadMetadata: the sidecar is incomplete.
         DigestMismatch: a kept header is not what the manifest says.
+        PathEscape: a kept file is a link that leaves the folder.
     """
     shards: list[TargetShard] = []
     files: dict[str, Path] = {}
     damaged: list[str] = []
     for file in manifest.files:
         name = str(file["name"])
-        path = folder / name
+        path = resolve_member(folder, name)
         if name.startswith(ASSET_FILES + "/"):
             files[name.removeprefix(ASSET_FILES + "/")] = path
         elif name.startswith(ASSET_HEADERS + "/"):

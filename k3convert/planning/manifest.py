@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3convert.checkpoint.json_text import dump_json, parse_json
-from k3convert.errors import BadMetadata, DigestMismatch
+from k3convert.checkpoint.member_paths import unsafe_reason
+from k3convert.errors import BadMetadata, DigestMismatch, PathEscape
 from k3convert.numerics.digest import ALGORITHM, digest_hex
 
 FOLDER = "k3convert"
@@ -109,6 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         BadMetadata: missing, damaged, or of a format this version does not read.
         DigestMismatch: its content is not what its root digest says.
+        PathEscape: it names a file outside the folder.
     """
     path = folder / MANIFEST
     try:
@@ -132,7 +134,28 @@ def read_manifest(folder: Path) -> Manifest:
     for field, kind in (("files", list), ("policy", dict), ("source", dict), ("counts", dict)):
         if not isinstance(document.get(field), kind):
             raise BadMetadata(f"{path}: no {field}")
+    _check_files(path, document["files"])
     return Manifest(folder, document)
+
+
+def _check_files(path: Path, files: list[Any]) -> None:
+    """Check the records of files before one of their names becomes a path.
+
+    Raises:
+        PathEscape: names that leave the folder, all of them.
+        BadMetadata: something that is no record of a file.
+    """
+    escapes = []
+    for file in files:
+        name = file.get("name") if isinstance(file, dict) else None
+        if not isinstance(name, str) or type(file.get("nbytes")) is not int:
+            raise BadMetadata(f"{path}: {file!r} is no record of a file")
+        if not any(isinstance(file.get(kind), str) for kind in ("digest", "framing_digest")):
+            raise BadMetadata(f"{path}: {name} has no digest")
+        if reason := unsafe_reason(name):
+            escapes.append(f"{name!r} {reason}")
+    if escapes:
+        raise PathEscape(f"{path}: {len(escapes)} file names leave their folder", offenders=escapes)
 
 
 def write_records(path: Path, records: Iterable[StoredRecord], stacks: Iterable[Mapping[str, Any]]) -> tuple[int, str]:

@@ -29,7 +29,7 @@ VOLATILE = re.compile(
     r"|\d+(\.\d+)? [KMGT]?i?B(?=/s| of memory)"
     r"|(?<=free   )\d+(\.\d+)? [KMGT]?i?B"
     r"|\d+(\.\d+)?(?= s\b)"
-    r"|\d+(?= workers)"
+    r"|\d+ workers?\b"
 )
 
 

@@ -78,6 +78,7 @@ def test_a_block_that_is_not_closed_is_refused(run_docs: ModuleType) -> None:
     ("shown", "found"),
     [
         ("in 0.18 s (39.22 MiB/s, 2 workers)", "in 12 s (1.50 GiB/s, 8 workers)"),
+        ("1 worker, at most", "16 workers, at most"),
         ("41.48 MiB of memory at most", "162 MiB of memory at most"),
         ("digest " + "a" * 64, "digest " + "0" * 64),
         ("...\nlast", "note: first\nsecond\nlast"),

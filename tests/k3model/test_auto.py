@@ -299,6 +299,27 @@ def test_the_processor_resolves_and_its_batch_runs(registered: None, folder: Pat
     assert model(**batch).logits.shape == (1, batch["input_ids"].shape[1] + 5, 512)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transparent_bg_config": {"pattern": "white"}},
+        {"transparent_bg_config": {"pattern": "chessboard", "chessboard_square_on_top_left": False}},
+        {"transparent_bg_fill_stage": "before_resize"},
+        {"image_mean": [0.5, 0.4, 0.5]},
+    ],
+    ids=str,
+)
+def test_preprocessing_of_another_kind_is_refused(
+    registered: None, folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for name in ("config.json", "tiktoken.model", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": settings}))
+
+    with pytest.raises(ValueError, match=r"transparent|image_mean"):
+        transformers.AutoProcessor.from_pretrained(tmp_path)
+
+
 def test_an_option_that_means_nothing_is_refused(registered: None, folder: Path) -> None:
     with pytest.raises(TypeError, match="quantization_config"):
         transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config={"a": 1})

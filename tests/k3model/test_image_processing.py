@@ -64,6 +64,31 @@ def test_several_images_follow_each_other() -> None:
     assert processed.pixel_values.shape == (16, 3, 14, 14)
 
 
+def test_transparent_pixels_show_a_chessboard_light_at_the_top_left() -> None:
+    patches = PROCESSOR.patches(Image.new("RGBA", (28, 28), (10, 20, 30, 0)))
+
+    canvas = patches.view(2, 2, 3, 14, 14).permute(0, 3, 1, 4, 2).reshape(28, 28, 3)
+    grey = 180 / 255 * 2 - 1
+    for row, column, want in ((0, 0, 1.0), (7, 7, 1.0), (0, 8, grey), (8, 0, grey), (8, 8, 1.0), (27, 27, 1.0)):
+        assert canvas[row, column].tolist() == pytest.approx([want] * 3)
+
+
+def test_half_transparent_pixels_are_laid_over_and_cut_to_whole_numbers() -> None:
+    image = Image.new("RGBA", (28, 28), (10, 20, 30, 100))
+
+    patches = PROCESSOR.patches(image)
+
+    alpha = np.float32(100) / 255
+    want = [int(alpha * value + (1 - alpha) * 255) / 255 * 2 - 1 for value in (10, 20, 30)]
+    assert patches[0, :, 0, 0].tolist() == pytest.approx(want)
+
+
+def test_an_opaque_image_with_an_alpha_channel_is_the_image() -> None:
+    opaque = Image.new("RGBA", (28, 28), (10, 20, 30, 255))
+
+    assert torch.equal(PROCESSOR.patches(opaque), PROCESSOR.patches(opaque.convert("RGB")))
+
+
 def test_no_images_are_refused() -> None:
     with pytest.raises(ValueError, match="no images"):
         PROCESSOR([])

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import BatchEncoding
 
 from k3model.auto.tokenization import TikTokenTokenizer
-from k3model.vision.image_processing import ImageProcessor, image_prompt
+from k3model.vision.image_processing import Chessboard, ImageProcessor, image_prompt
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 
@@ -61,6 +61,28 @@ def _image_processor(settings: Mapping[str, Any]) -> ImageProcessor:
         max_patches_per_side=settings.get("patch_limit_on_one_side", released.max_patches_per_side),
         mean=_one_value("image_mean", settings.get("image_mean", released.mean)),
         std=_one_value("image_std", settings.get("image_std", released.std)),
+        background=_background(settings),
+    )
+
+
+def _background(settings: Mapping[str, Any]) -> Chessboard:
+    """The background of transparent images; only the released kind exists here.
+
+    Raises:
+        ValueError: another pattern, another corner, or filled before resizing.
+    """
+    released = Chessboard()
+    block = settings.get("transparent_bg_config") or {}
+    wanted = {"pattern": "chessboard", "chessboard_square_on_top_left": True}
+    wrong = [f"{name} {block[name]!r}" for name, value in wanted.items() if block.get(name, value) != value]
+    if settings.get("transparent_bg_fill_stage", "after_resize") != "after_resize":
+        wrong.append(f"transparent_bg_fill_stage {settings['transparent_bg_fill_stage']!r}")
+    if wrong:
+        raise ValueError(f"{PREPROCESSOR_CONFIG}: not the released way to fill transparent images: {', '.join(wrong)}")
+    return Chessboard(
+        square_size=block.get("chessboard_square_size", released.square_size),
+        light=block.get("chessboard_white_value", released.light),
+        dark=block.get("chessboard_gray_value", released.dark),
     )
 
 

@@ -35,7 +35,7 @@ class Expansion:
     cu_seqlens: Tensor | None
 
     def embeddings(self, embeddings_BTD: Tensor, features_ND: Tensor) -> Tensor:
-        """Text embeddings and image features in their places; padding is zero."""
+        """Text embeddings and image features in their places; a place that nothing fills is zero."""
         size = embeddings_BTD.shape[-1]
         out = embeddings_BTD.new_zeros(self.batch * self.length, size)
         out = out.index_copy(0, self.text_to, embeddings_BTD.flatten(0, 1)[self.text_from])

@@ -14,7 +14,7 @@ from k3convert.numerics import digest
 from k3convert.numerics.casts import bf16_to_float32, float32_to_bf16
 from k3convert.numerics.mxfp4_decode import decode
 from k3convert.numerics.mxfp4_encode import EncodeStatistics, ScaleRule, encode
-from k3convert.planning.plan import NO_SLOT, DecodeGathered, Encode, Gather
+from k3convert.planning.plan import NO_SLOT, DecodeGathered, Encode, ExpectZeros, Gather
 
 if TYPE_CHECKING:
     from k3convert.execution.operations import ItemRunner
@@ -68,10 +68,12 @@ class ItemEncoder:
         self._runner = runner
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
 
-    def run(self, op: Gather | DecodeGathered | Encode) -> None:
+    def run(self, op: Gather | ExpectZeros | DecodeGathered | Encode) -> None:
         """Write one operation's bytes."""
         if isinstance(op, Gather):
             self._gather(op)
+        elif isinstance(op, ExpectZeros):
+            self._expect_zeros(op)
         elif isinstance(op, DecodeGathered):
             self._decode(op)
         else:
@@ -105,6 +107,12 @@ class ItemEncoder:
         if op.pad_bytes:
             self._runner.output.put(bytes(op.pad_bytes))
         self._finish(op, hasher)
+
+    def _expect_zeros(self, op: ExpectZeros) -> None:
+        found = sum(int(np.count_nonzero(rows)) for _, rows in self._rows(op.values, None))
+        if found:
+            line = f"{op.name}: {found} of the {prod(op.values.shape)} values behind its heads are not zero"
+            self._runner.findings.padding(line)
 
     def _put(self, values: Array) -> None:
         data = byte_view(np.ascontiguousarray(values))

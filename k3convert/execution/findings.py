@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from k3convert.errors import BadQuantization, DigestMismatch, K3Error, UnrepresentableBlocks
+from k3convert.errors import BadQuantization, CensusMismatch, DigestMismatch, K3Error, UnrepresentableBlocks
 
 MAX_KEPT = 10_000
 
@@ -18,7 +18,8 @@ class Findings:
         self._nan_scales: list[str] = []
         self._mismatches: list[str] = []
         self._not_finite: list[str] = []
-        self._counts = {"unrepresentable": 0, "nan_scales": 0, "mismatches": 0, "not_finite": 0}
+        self._padding: list[str] = []
+        self._counts = {"unrepresentable": 0, "nan_scales": 0, "mismatches": 0, "not_finite": 0, "padding": 0}
 
     @property
     def any(self) -> bool:
@@ -46,6 +47,10 @@ class Findings:
         """Values that are NaN or infinite and cannot be quantised."""
         self._add("not_finite", self._not_finite, [line], count)
 
+    def padding(self, line: str) -> None:
+        """A tensor whose padding is not zero, so that it cannot be taken away."""
+        self._add("padding", self._padding, [line], 1)
+
     def error(self) -> K3Error | None:
         """The worst kind as an error with all its offenders, or None."""
         counts = self._counts
@@ -68,5 +73,9 @@ class Findings:
         if counts["not_finite"]:
             return BadQuantization(
                 f"{counts['not_finite']} values to quantise are NaN or infinite", offenders=self._not_finite
+            )
+        if counts["padding"]:
+            return CensusMismatch(
+                f"{counts['padding']} tensors hold values where the base has no place for them", offenders=self._padding
             )
         return None

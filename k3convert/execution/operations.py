@@ -17,6 +17,7 @@ from k3convert.planning.plan import (
     Decode,
     DecodeGathered,
     Encode,
+    ExpectZeros,
     Fill,
     Gather,
     Item,
@@ -158,7 +159,7 @@ class ItemRunner:
             lines.append(f"{name}: row {block // per_row}, block {block % per_row}, scale byte {byte}")
         self.findings.unrepresentable(lines, len(found))
 
-    def _encoded(self, op: Gather | DecodeGathered | Encode) -> None:
+    def _encoded(self, op: Gather | ExpectZeros | DecodeGathered | Encode) -> None:
         if self._encoder is None:
             from k3convert.execution.encoding import ItemEncoder
 

@@ -18,17 +18,23 @@ from k3convert.planning.manifest import Manifest, has_manifest, read_manifest
 from k3convert.planning.plan import Box, SourceFile
 
 PREFIXES = ("", "model.")
+BARE_MARK = "(bare root)"
+NETWORK_PREFIXES = ("language_model.", "vision_tower.", "mm_projector.")
 
 
 @dataclass(frozen=True, slots=True)
 class DcpSource:
-    """An opened DCP: its tensors under the profile's FQNs, and what else it holds."""
+    """An opened DCP: its tensors under the profile's FQNs, and what else it holds.
+
+    ``left_out`` is everything else, ``unexpected`` those tensors of it that are named as parts of the network.
+    """
 
     folder: Path
     manifest: Manifest | None
     tensors: Mapping[str, DcpTensor]
     stored_names: Mapping[str, str]
     left_out: tuple[str, ...]
+    unexpected: tuple[str, ...]
     prefix: str
     file_names: tuple[str, ...]
     files: tuple[SourceFile, ...]
@@ -59,6 +65,7 @@ def open_dcp(folder: Path, profile: Profile, wanted: frozenset[str] | None) -> D
         tensors,
         {native: stored for stored, native in names.items()},
         tuple(sorted(left_out)),
+        tuple(sorted(name for name in left_out if name in metadata.tensors and _is_of_network(name, prefix))),
         prefix,
         tuple(metadata.file_names()),
         tuple(_source_file(folder, name) for name in metadata.file_names()),
@@ -80,8 +87,14 @@ def _native_names(metadata: DcpMetadata, profile: Profile, wanted: frozenset[str
             if wanted is not None:
                 names = {stored: native for stored, native in names.items() if native in wanted}
             if len(names) > len(best):
-                best, best_prefix = names, prefix + ("" if root is RELEASED else "(bare root)")
+                best, best_prefix = names, prefix + ("" if root is RELEASED else BARE_MARK)
     return best, best_prefix
+
+
+def _is_of_network(name: str, prefix: str) -> bool:
+    bare = prefix.endswith(BARE_MARK)
+    root = BARE if bare else RELEASED
+    return root.to_canonical(name.removeprefix(prefix.removesuffix(BARE_MARK))).startswith(NETWORK_PREFIXES)
 
 
 def _source_file(folder: Path, name: str) -> SourceFile:

@@ -17,6 +17,7 @@ from k3convert.mapping.rules import Profile
 from k3convert.numerics.digest import digest_hex
 from k3convert.planning.base_experts import BaseExperts, experts_of_dcp, experts_of_folder, no_experts
 from k3convert.planning.dcp_source import ChunkReader, DcpSource, contiguous_ranges, open_dcp
+from k3convert.planning.decay_padding import num_padding, split_rows
 from k3convert.planning.hf_sidecar import ASSET_FILES
 from k3convert.planning.hf_target import (
     HfTarget,
@@ -30,6 +31,7 @@ from k3convert.planning.hf_target import (
 from k3convert.planning.hf_to_dcp import no_garbage_collection
 from k3convert.planning.manifest import Manifest, StoredRecord, has_manifest, read_manifest
 from k3convert.planning.plan import (
+    NO_SLOT,
     Box,
     ConversionPlan,
     Copy,
@@ -37,6 +39,7 @@ from k3convert.planning.plan import (
     DestinationFile,
     Encode,
     EncodeOutput,
+    ExpectZeros,
     Fill,
     Gather,
     Item,
@@ -316,6 +319,8 @@ class _Planner:
             return []
         self.num_widened += (tensor.dtype, entry.dtype) == ("BF16", "F32")
         self.num_rounded += (tensor.dtype, entry.dtype) == ("F32", "BF16")
+        if pad < 0:
+            return self._cut(entry, name, tensor, boxes)
         slot = self._slot(name, self._recorded(name))
         ranges = contiguous_ranges(boxes, tensor.dtype)
         same = num_bytes(tensor.dtype, (1,)) == num_bytes(entry.dtype, (1,))
@@ -330,13 +335,21 @@ class _Planner:
         body = entry.nbytes - pad
         return [Gather(tuple(boxes), tensor.dtype, entry.dtype, shape or (1,), body, slot, pad)]
 
-    @staticmethod
-    def _padding(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> int | None:
-        """Zero bytes to append to what is stored, or None when the shapes do not belong together."""
+    def _cut(self, entry: TensorEntry, name: str, tensor: DcpTensor, boxes: list[Box]) -> list[Op]:
+        """A tensor without the zeros that are stored behind it."""
+        kept, tail = split_rows(boxes, entry.shape[0])
+        slot = self._slot(name, None)
+        shape = (tensor.shape[0] - entry.shape[0],)
+        nothing = ExpectZeros(Gather(tuple(tail), tensor.dtype, tensor.dtype, shape, 0, NO_SLOT), name)
+        return [nothing, Gather(tuple(kept), tensor.dtype, entry.dtype, entry.shape, entry.nbytes, slot)]
+
+    def _padding(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> int | None:
+        """Zero bytes to append (below 0: to take away), or None when the shapes do not belong together."""
         if shape == entry.shape:
             return 0
-        if name.endswith(".A_log") and len(shape) == len(entry.shape) == 1 and shape[0] < entry.shape[0]:
-            return num_bytes(entry.dtype, (entry.shape[0] - shape[0],))
+        values = num_padding(self.target.config, name, shape, entry.shape)
+        if values is not None:
+            return values * num_bytes(entry.dtype, (1,))
         squeezed = [tuple(dim for dim in dims if dim != 1) for dims in (shape, entry.shape)]
         if name.endswith("_conv1d.weight") and squeezed[0] == squeezed[1] and prod(shape) == prod(entry.shape):
             return 0
@@ -396,12 +409,17 @@ class _Planner:
         }
 
     def _refuse_faults(self) -> None:
-        if not self.missing and not self.wrong:
+        unexpected = self.source.unexpected
+        if not self.missing and not self.wrong and not unexpected:
             return
-        offenders = [*(f"missing: {name}" for name in self.missing), *self.wrong]
+        offenders = [
+            *(f"missing: {name}" for name in self.missing),
+            *(f"unexpected: {name}" for name in unexpected),
+            *self.wrong,
+        ]
         raise CensusMismatch(
             f"{self.source.folder} does not hold the wanted checkpoint: {len(self.missing)} tensors are missing, "
-            f"{len(self.wrong)} have the wrong shape or dtype",
+            f"{len(unexpected)} unexpected, {len(self.wrong)} have the wrong shape or dtype",
             offenders=offenders,
             hint=None if self.own else "entries it does hold: " + ", ".join(self.source.left_out[:3]) or None,
         )

@@ -90,6 +90,14 @@ class Gather(NamedTuple):
     pad_bytes: int = 0
 
 
+class ExpectZeros(NamedTuple):
+    """Stored padding that is not written; anything but zeros in it is refused under ``name``."""
+
+    values: Gather
+    name: str
+    nbytes: int = 0
+
+
 class DecodeGathered(NamedTuple):
     """A packed matrix and its scales, gathered whole and decoded to bf16 of ``nbytes``."""
 
@@ -115,7 +123,7 @@ class Encode(NamedTuple):
     name: str
 
 
-Op = Fill | Copy | Decode | Gather | DecodeGathered | Encode
+Op = Fill | Copy | Decode | Gather | ExpectZeros | DecodeGathered | Encode
 
 
 class Item(NamedTuple):

@@ -6,10 +6,12 @@ is involved. Every class has a stable ``code`` for scripts and an ``exit_code`` 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from enum import IntEnum
 
 SHOWN_OFFENDERS = 5
+NO_SPACE_CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ExitCode(IntEnum):
@@ -176,3 +178,22 @@ class WorkerDied(K3Error):
 
     code = "worker-died"
     exit_code = ExitCode.WORKER_DIED
+
+
+class Interrupted(K3Error):
+    """The user, or the system on its behalf, ended the command."""
+
+    code = "interrupted"
+    exit_code = ExitCode.INTERRUPTED
+
+
+def error_of_system(error: OSError) -> NotPossibleHere:
+    """What the operating system refused, as an error for its reader."""
+    what = error.strerror or str(error)
+    if error.errno in NO_SPACE_CODES:
+        return NoSpace(
+            f"the destination's file system is full: {what}",
+            hint="free some space and repeat the command: it goes on where it stopped",
+        )
+    where = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return NotPossibleHere(f"{where}: {what}" if where else f"the system refused: {what}")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
 from k3convert.cli import dcp_to_hf, diff, hf_to_dcp, inspect, make_tiny, ops, verify
 from k3convert.cli.console import Console
-from k3convert.errors import ExitCode, K3Error, UsageError
+from k3convert.errors import ExitCode, Interrupted, K3Error, UsageError, error_of_system
 from k3convert.version import __version__
 
 app = typer.Typer(
@@ -42,31 +44,41 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; the exit code."""
-    console = Console(as_json="--json" in arguments)
-    debug = "--debug" in arguments
     try:
         code = app(list(arguments), standalone_mode=False)
-    except K3Error as error:
-        console.error(error)
-        if debug:
-            traceback.print_exc()
-        return int(error.exit_code)
-    except typer.TyperException as error:
-        console.error(UsageError(error.format_message(), hint="k3convert COMMAND --help shows what there is"))
-        return ExitCode.USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; repeat the command to go on where it stopped", file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader of stdout has gone, as in "| head": nothing is left to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the last line of defence: anything else is our bug
-        bug = K3Error(f"a bug in k3convert: {error!r}", hint="repeat with --debug and report the traceback")
-        bug.code, bug.exit_code = "internal", ExitCode.OUR_BUG
-        console.error(bug)
-        if debug:
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - the last line of defence
+        failure = _as_failure(error)
+        Console(as_json="--json" in arguments and os.environ.get("RANK", "0") == "0").error(failure)
+        if "--debug" in arguments:
             traceback.print_exc()
-        return ExitCode.OUR_BUG
+        return int(failure.exit_code)
     return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _as_failure(error: BaseException) -> K3Error:
+    """Anything that was raised, as an error for its reader; what nobody foresaw is our bug."""
+    if isinstance(error, K3Error):
+        return error
+    if isinstance(error, typer.TyperException):
+        return UsageError(error.format_message(), hint="k3convert COMMAND --help shows what there is")
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return Interrupted("interrupted", hint="repeat the command to go on where it stopped")
+    if isinstance(error, OSError):
+        return error_of_system(error)
+    bug = K3Error(f"a bug in k3convert: {error!r}", hint="repeat with --debug and report the traceback")
+    bug.code, bug.exit_code = "internal", ExitCode.OUR_BUG
+    return bug
 
 
 def main() -> None:
     """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # a file name need not be text in the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from k3convert.cli.console import Console
 from k3convert.cli.progress import ProgressSink
-from k3convert.errors import K3Error, UsageError
+from k3convert.errors import K3Error, UsageError, WorkerDied, error_of_system
 from k3convert.execution.conversion import RunOptions, run_conversion
 from k3convert.execution.memory import parse_size
 from k3convert.execution.partial_folder import PartialFolder
@@ -80,13 +81,13 @@ def carry_out(
                 console.result(summary, plan_text(summary))
             return 0
         report = run_conversion(plan, options, sink)
-    except (K3Error, OSError) as error:
-        if rank.run is not None and not dry_run and isinstance(error, K3Error):
-            _tell_peers(partial, rank, error)
-        raise
     except KeyboardInterrupt:
         if rank.run is not None:
             partial.check_failures(rank.run)
+        raise
+    except Exception as error:
+        if rank.run is not None and not dry_run and not isinstance(error, WorkerDied):
+            _tell_peers(partial, rank, error)
         raise
     finally:
         sink.close()
@@ -96,11 +97,17 @@ def carry_out(
     return 0
 
 
-def _tell_peers(partial: PartialFolder, rank: Part, error: K3Error) -> None:
+def _tell_peers(partial: PartialFolder, rank: Part, error: Exception) -> None:
     assert rank.run is not None
+    if isinstance(error, OSError):
+        error = error_of_system(error)
+    elif not isinstance(error, K3Error):
+        error = WorkerDied(repr(error))
     message = {"message": str(error), "code": error.code, "exit_code": int(error.exit_code), "hint": error.hint}
-    if partial.destination.parent.is_dir():
-        partial.fail(rank.run, rank.index, message)
+    # where the note cannot be written, the launcher still ends the others
+    with suppress(OSError):
+        if partial.destination.parent.is_dir():
+            partial.fail(rank.run, rank.index, message)
 
 
 def _existing(path: Path) -> Path:

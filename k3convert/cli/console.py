@@ -19,7 +19,7 @@ class Console:
     def result(self, document: Mapping[str, Any], text: str) -> None:
         """Print the result: the document under ``--json``, otherwise the text."""
         if self.as_json:
-            print(json.dumps(document, ensure_ascii=False))
+            print(json.dumps(document))
         elif text:
             print(text)
 
@@ -36,5 +36,5 @@ class Console:
     def error(self, error: K3Error) -> None:
         """An error for its reader, and its document under ``--json``."""
         if self.as_json:
-            print(json.dumps(error.document(), ensure_ascii=False))
+            print(json.dumps(error.document()))
         print("\n".join(error.lines()), file=sys.stderr)

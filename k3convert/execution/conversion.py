@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3convert.errors import K3Error, NoSpace, UsageError
+from k3convert.errors import NoSpace, UsageError, error_of_system
 from k3convert.execution.dcp_finish import finish_dcp
 from k3convert.execution.events import Advanced, Ended, EventSink, Noted, Started, ignore_event
 from k3convert.execution.findings import Findings
@@ -247,7 +247,7 @@ class _Conversion:
             self.statistics["finish"] = finish(plan, self.partial.result, self.reader.digests)
             self.partial.publish()
         except OSError as error:
-            raise _write_error(error) from error
+            raise error_of_system(error) from error
         return True
 
     def _report(self, complete: bool, elapsed: float) -> ConversionReport:
@@ -282,14 +282,3 @@ def _finish_hf(plan: ConversionPlan, result: Path, digests: Mapping[int, str]) -
     from k3convert.execution.hf_finish import finish_hf
 
     return finish_hf(plan, result, digests)
-
-
-def _write_error(error: OSError) -> K3Error:
-    from k3convert.execution.workers import NO_SPACE_CODES
-
-    if error.errno in NO_SPACE_CODES:
-        return NoSpace(
-            f"the destination's file system is full: {error.strerror}",
-            hint="free some space and repeat the command: it goes on where it stopped",
-        )
-    return K3Error(f"writing failed: {error}")

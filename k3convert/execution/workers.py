@@ -5,14 +5,13 @@ Threads suffice: reading, hashing, decoding and writing all leave the interprete
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from k3convert.errors import K3Error, NoSpace
+from k3convert.errors import error_of_system
 from k3convert.execution.findings import Findings
 from k3convert.execution.journal import Journal
 from k3convert.execution.open_files import DestinationFiles, SourceFiles
@@ -24,7 +23,6 @@ COMMIT_BYTES = 512 << 20
 COMMIT_INTERVAL_S = 1.0
 POLL_S = 0.1
 BUFFERS_A_WORKER = 3
-NO_SPACE_CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +149,7 @@ def run_items(
         commit()
     except OSError as error:
         pool.stop()
-        if error.errno in NO_SPACE_CODES:
-            raise NoSpace(
-                f"the destination's file system is full: {error.strerror}",
-                hint="free some space and repeat the command: it goes on where it stopped",
-            ) from error
-        raise K3Error(f"writing failed: {error}") from error
+        raise error_of_system(error) from error
     except BaseException:
         pool.stop()
         commit()

@@ -30,6 +30,7 @@ from k3convert.planning.hf_target import (
 )
 from k3convert.planning.hf_to_dcp import no_garbage_collection
 from k3convert.planning.manifest import Manifest, StoredRecord, has_manifest, read_manifest
+from k3convert.planning.places import check_places
 from k3convert.planning.plan import (
     NO_SLOT,
     Box,
@@ -93,6 +94,7 @@ def plan_dcp_to_hf(source: Path, destination: Path, options: ToHfOptions) -> Con
             if looks_like_hf(source)
             else "a DCP folder without .metadata is not a finished checkpoint",
         )
+    check_places(source, destination)
     with no_garbage_collection():
         return _make_planner(source, destination, options).plan()
 

@@ -25,6 +25,7 @@ from k3convert.planning.dcp_layout import (
 )
 from k3convert.planning.hf_sidecar import plan_sidecar
 from k3convert.planning.inventory import TIED, Group, Inventory, SourceTensor, take_inventory
+from k3convert.planning.places import check_places
 from k3convert.planning.plan import (
     NO_SLOT,
     ConversionPlan,
@@ -88,6 +89,7 @@ def plan_hf_to_dcp(source: Path, destination: Path, options: ToDcpOptions) -> Co
     """
     if not MIN_CHUNK_BYTES <= options.chunk_bytes <= MAX_CHUNK_BYTES:
         raise UsageError(f"--chunk-size {options.chunk_bytes}: between {MIN_CHUNK_BYTES} and {MAX_CHUNK_BYTES} bytes")
+    check_places(source, destination)
     with no_garbage_collection():
         inventory = take_inventory(open_hf_folder(source), num_layers=options.num_layers)
         return _Planner(inventory, destination, options).plan()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ ACCEPTED_DTYPES: dict[str, tuple[str, ...]] = {
     "U8": ("U8",),
 }
 SCALE_DTYPES = ("U8", "F8_E8M0")
+# above any checkpoint by far: the release has 93 layers and 82,432 experts in all
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 2_000_000
 TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
 
 
@@ -97,11 +100,29 @@ def parse_config(raw: Mapping[str, Any], where: object) -> KimiK3Config:
         BadConfig: with every reason.
     """
     try:
-        return KimiK3Config.from_dict(raw)
+        config = KimiK3Config.from_dict(raw)
+        reasons: Sequence[str] = _excesses(config)
     except ConfigError as error:
-        raise BadConfig(
-            f"{where}: config.json is no Kimi K3 config, for {len(error.reasons)} reasons", offenders=error.reasons
-        ) from error
+        reasons = error.reasons
+    if reasons:
+        raise BadConfig(f"{where}: config.json is no Kimi K3 config, for {len(reasons)} reasons", offenders=reasons)
+    return config
+
+
+def _excesses(config: KimiK3Config) -> list[str]:
+    """Counts that no checkpoint has; a census of them would not end."""
+    depth = config.text.num_hidden_layers
+    experts = depth * config.text.moe.num_experts if config.text.moe is not None else 0
+    blocks = config.vision.num_hidden_layers if config.vision is not None else 0
+    return [
+        f"{name} is {count:,}, at most {limit:,} are read"
+        for name, count, limit in (
+            ("text_config.num_hidden_layers", depth, MAX_LAYERS),
+            ("text_config.num_hidden_layers times num_experts", experts, MAX_EXPERTS),
+            ("vision_config.vt_num_hidden_layers", blocks, MAX_LAYERS),
+        )
+        if count > limit
+    ]
 
 
 def take_inventory(hf: HfFolder, *, num_layers: int | None = None) -> Inventory:

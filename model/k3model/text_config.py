@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Self
 
 from k3model.config_reading import ConfigError, FieldReader
@@ -11,6 +13,7 @@ from k3model.config_reading import ConfigError, FieldReader
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
 # The bound of the decay gate the chunked kernels can factor over 16 rows: exp(16 * 5) is finite in float32.
 SMALLEST_GATE_LOWER_BOUND = -5.0
+SHOWN_LAYERS = 100
 _DROPOUT_FIELDS = ("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
@@ -241,12 +244,17 @@ def zero_based_kda_layers(reader: FieldReader, num_hidden_layers: int) -> frozen
     outside = sorted({layer for layer in named if not 1 <= layer <= num_hidden_layers})
     if outside:
         reader.refuse(f"layers {outside} are outside 1..{num_hidden_layers}; the lists are 1-based")
-    if repeated := sorted({layer for layer in named if named.count(layer) > 1}):
+    if repeated := sorted(layer for layer, count in Counter(named).items() if count > 1):
         reader.refuse(f"layers {repeated} are named twice in kda_layers and full_attn_layers")
     if None in lists:
         return frozenset()
-    if missing := sorted(set(range(1, num_hidden_layers + 1)) - set(named)):
-        reader.refuse(f"layers {missing} are in neither kda_layers nor full_attn_layers")
+    known = set(named)
+    num_missing = num_hidden_layers - len(known.difference(outside))
+    if num_missing:
+        layers = (layer for layer in range(1, num_hidden_layers + 1) if layer not in known)
+        more = f" and {num_missing - SHOWN_LAYERS} more" if num_missing > SHOWN_LAYERS else ""
+        shown = list(islice(layers, min(num_missing, SHOWN_LAYERS)))
+        reader.refuse(f"layers {shown}{more} are in neither kda_layers nor full_attn_layers")
     return frozenset(layer - 1 for layer in lists[0] or () if 1 <= layer <= num_hidden_layers)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from k3convert.version import __version__
 
-__all__ = ["__version__", "load_model", "to_hf_state_dict"]  # noqa: F822 - the last two come on first use
+__all__ = ["__version__", "load_model", "to_hf_state_dict"]
 
 
 def __getattr__(name: str) -> Any:

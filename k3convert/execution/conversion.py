@@ -177,6 +177,8 @@ class _Conversion:
             sources.close()
             destinations.close()
         if error := self.findings.error():
+            if self.part.count == 1:
+                self.partial.discard()  # the source must change before a run can succeed: there is nothing to resume
             raise error
         for runner in pool.runners:
             for name, value in runner.statistics.items():

@@ -68,6 +68,7 @@ def _missing_shards(folder: Path) -> list[str]:
 
 
 def _download(repo: str, revision: str | None) -> Path:
+    from httpx import HTTPError
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -82,7 +83,7 @@ def _download(repo: str, revision: str | None) -> Path:
         weights_last = sorted(names, key=lambda name: (name.endswith(".safetensors"), name))
         folders = [Path(hf_hub_download(repo, name, revision=info.sha)) for name in weights_last]
         return folders[weights_last.index(CONFIG_NAME)].parent
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError, OSError) as error:
         raise NotPossibleHere(
             f"{repo} cannot be fetched: {error}", hint="what was fetched stays in the cache"
         ) from error

@@ -23,11 +23,16 @@ def command(
     debug: Debug = False,
 ) -> int:
     """Compare the values of two checkpoints, whatever their form. Exit 1 if they differ."""
+    from k3convert.cli.progress import ProgressSink
     from k3convert.execution.value_diff import diff_checkpoints
     from k3convert.reporting.to_text import diff_text
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    found = diff_checkpoints(first, second, workers=workers)
+    sink = ProgressSink(console)
+    try:
+        found = diff_checkpoints(first, second, workers=workers, on_event=sink)
+    finally:
+        sink.close()
     document = found.document()
     console.result(document, diff_text(document))
     return 0 if found.equal else 1

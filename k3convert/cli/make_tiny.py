@@ -41,13 +41,34 @@ def command(
     debug: Debug = False,
 ) -> int:
     """Write a generated checkpoint in the released layout, with every quirk of the release."""
+    from k3convert.cli.progress import ProgressSink
+    from k3convert.execution.events import Advanced, Started
     from k3convert.reporting.to_text import made_text
     from k3convert.synthesis import make_checkpoint
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    summary = make_checkpoint(
-        destination, preset=preset.value, num_layers=num_layers, num_experts=num_experts, seed=seed, sparse=sparse
-    )
+    sink = ProgressSink(console)
+    started = False
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal started
+        if not started:
+            started = True
+            sink(Started(NAME, total, 0))
+        sink(Advanced(done))
+
+    try:
+        summary = make_checkpoint(
+            destination,
+            preset=preset.value,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            seed=seed,
+            sparse=sparse,
+            on_progress=on_progress,
+        )
+    finally:
+        sink.close()
     document = summary.document()
     console.result(document, made_text(document))
     return 0

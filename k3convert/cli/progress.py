@@ -44,6 +44,7 @@ class ProgressSink:
             self._bar = None
 
     def _start(self, event: Started) -> None:
+        self.close()
         self._total, self._resumed = event.total_bytes, event.resumed_bytes
         self._started = self._shown = time.monotonic()
         if event.resumed_bytes:

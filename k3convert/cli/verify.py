@@ -25,11 +25,16 @@ def command(
     debug: Debug = False,
 ) -> int:
     """Check a checkpoint's structure and digests, alone or against another. Exit 1 if anything is wrong."""
+    from k3convert.cli.progress import ProgressSink
     from k3convert.execution.verification import verify_checkpoint
     from k3convert.reporting.to_text import verification_text
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    verification = verify_checkpoint(path, against=against)
+    sink = ProgressSink(console)
+    try:
+        verification = verify_checkpoint(path, against=against, on_event=sink)
+    finally:
+        sink.close()
     document = verification.document()
     console.result(document, verification_text(document))
     return 0 if verification.ok else 1

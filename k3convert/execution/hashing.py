@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from k3convert.execution.events import Advanced, EventSink, Started, ignore_event
 from k3convert.execution.open_files import SourceFiles
 from k3convert.numerics import digest
 from k3convert.planning.plan import SourceFile
@@ -34,7 +35,7 @@ def hash_jobs(
     jobs: Sequence[HashJob],
     *,
     workers: int | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    on_event: EventSink = ignore_event,
 ) -> dict[str, str]:
     """The digests of all jobs by their keys.
 
@@ -54,10 +55,12 @@ def hash_jobs(
     try:
         with ThreadPoolExecutor(num_workers) as pool:
             batches = _batches(jobs)
+            done = 0
+            on_event(Started("verify", sum(job.nbytes for job in jobs), 0))
             for batch, found in zip(batches, pool.map(run, batches), strict=True):
                 out.update(found)
-                if on_bytes is not None:
-                    on_bytes(sum(job.nbytes for job in batch))
+                done += sum(job.nbytes for job in batch)
+                on_event(Advanced(done))
     finally:
         sources.close()
     return out

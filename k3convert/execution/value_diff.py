@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from k3convert.execution.encoding import cast_bits
+from k3convert.execution.events import Advanced, EventSink, Started, ignore_event
 from k3convert.execution.gathering import Array, element_dtype, gather_rows
 from k3convert.execution.open_files import SourceFiles
 from k3convert.numerics.difference import Difference, compare
@@ -67,7 +68,9 @@ class ValueDiff:
         }
 
 
-def diff_checkpoints(first: Path, second: Path, *, workers: int | None = None) -> ValueDiff:
+def diff_checkpoints(
+    first: Path, second: Path, *, workers: int | None = None, on_event: EventSink = ignore_event
+) -> ValueDiff:
     """Compare all tensors of two checkpoints by value; packed experts count as the values they decode to.
 
     Raises:
@@ -82,9 +85,15 @@ def diff_checkpoints(first: Path, second: Path, *, workers: int | None = None) -
     num_equal = 0
     readers = _Reader(a), _Reader(b)
     with ThreadPoolExecutor(workers or max(1, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
-        for differences, equal in pool.map(lambda name: _compare(name, *readers), common):
+        done = 0
+        on_event(Started("diff", sum(a.tensors[name].values.nbytes for name in common), 0))
+        for name, (differences, equal) in zip(
+            common, pool.map(lambda name: _compare(name, *readers), common), strict=True
+        ):
             found += differences
             num_equal += equal
+            done += a.tensors[name].values.nbytes
+            on_event(Advanced(done))
     order = {"missing": 0, "extra": 1, "shape": 2, "dtype": 3, "values": 4}
     found.sort(key=lambda item: (order[item.kind], -item.max_abs, item.name))
     return ValueDiff(str(first), str(second), len(common), num_equal, tuple(found))

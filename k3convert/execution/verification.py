@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.dtypes import num_bytes
 from k3convert.checkpoint.hf_folder import open_hf_folder
 from k3convert.errors import BadMetadata, UsageError
+from k3convert.execution.events import EventSink, ignore_event
 from k3convert.execution.hashing import HashJob, hash_jobs
 from k3convert.mapping.k3 import K3
 from k3convert.mapping.roots import ROOTS
@@ -23,7 +24,6 @@ from k3convert.planning.inventory import take_inventory
 from k3convert.planning.manifest import MANIFEST, RECORDS, Manifest, StoredRecord
 
 FRAMING = "framing of "
-OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Checked:
     faults: tuple[str, ...]
 
 
-def verify_checkpoint(path: Path, *, against: Path | None = None, on_bytes: OnBytes | None = None) -> Verification:
+def verify_checkpoint(path: Path, *, against: Path | None = None, on_event: EventSink = ignore_event) -> Verification:
     """Read every byte of ``path`` and check it; compare its HF tensors' digests with those of ``against``.
 
     A DCP of ours is checked against its manifest. Of a folder without recorded digests the structure is checked, and
@@ -74,10 +74,10 @@ def verify_checkpoint(path: Path, *, against: Path | None = None, on_bytes: OnBy
         BadInput: a side is no readable checkpoint.
     """
     with no_garbage_collection():
-        checked = _check(path, on_bytes)
+        checked = _check(path, on_event)
         differences: list[str] = []
         if against is not None:
-            differences = _differences(checked.digests, _recorded(against) or _check(against, on_bytes).digests)
+            differences = _differences(checked.digests, _recorded(against) or _check(against, on_event).digests)
     content = digest_hex(*(f"{name} {value}\n".encode() for name, value in sorted(checked.digests.items())))
     return Verification(
         str(path),
@@ -100,29 +100,29 @@ def _differences(mine: Mapping[str, str], other: Mapping[str, str]) -> list[str]
     ]
 
 
-def _check(path: Path, on_bytes: OnBytes | None) -> _Checked:
+def _check(path: Path, on_event: EventSink) -> _Checked:
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder")
     if not (path / METADATA_NAME).exists():
-        return _check_hf(path, on_bytes)
+        return _check_hf(path, on_event)
     source = open_dcp(path, K3, None)
     return (
-        _check_foreign(source, on_bytes) if source.manifest is None else _check_own(source, source.manifest, on_bytes)
+        _check_foreign(source, on_event) if source.manifest is None else _check_own(source, source.manifest, on_event)
     )
 
 
-def _check_hf(folder: Path, on_bytes: OnBytes | None) -> _Checked:
+def _check_hf(folder: Path, on_event: EventSink) -> _Checked:
     inventory = take_inventory(open_hf_folder(folder))
     files = [source_file(inventory.hf, position) for position in range(len(inventory.hf.shards))]
     jobs = [
         HashJob(tensor.name, ((tensor.shard, tensor.offset, tensor.nbytes),))
         for tensor in sorted(inventory.tensors(), key=lambda tensor: (tensor.shard, tensor.offset))
     ]
-    digests = hash_jobs(files, jobs, on_bytes=on_bytes)
+    digests = hash_jobs(files, jobs, on_event=on_event)
     return _Checked("hf", digests, inventory.hf.payload_bytes, False, ())
 
 
-def _check_foreign(source: DcpSource, on_bytes: OnBytes | None) -> _Checked:
+def _check_foreign(source: DcpSource, on_event: EventSink) -> _Checked:
     """A DCP of another tool: every entry must be where the metadata says; there are no digests to compare with."""
     reader = ChunkReader(source, 0)
     jobs = []
@@ -130,11 +130,11 @@ def _check_foreign(source: DcpSource, on_bytes: OnBytes | None) -> _Checked:
         ranges = contiguous_ranges(reader.boxes(fqn, None), tensor.dtype)
         if ranges is not None:
             jobs.append(HashJob(fqn, tuple(ranges)))
-    digests = hash_jobs(source.files, jobs, on_bytes=on_bytes)
+    digests = hash_jobs(source.files, jobs, on_event=on_event)
     return _Checked("dcp", digests, sum(job.nbytes for job in jobs), False, ())
 
 
-def _check_own(source: DcpSource, manifest: Manifest, on_bytes: OnBytes | None) -> _Checked:
+def _check_own(source: DcpSource, manifest: Manifest, on_event: EventSink) -> _Checked:
     faults = _check_files(source, manifest)
     records = list(manifest.records())
     reader = ChunkReader(source, 0)
@@ -158,7 +158,7 @@ def _check_own(source: DcpSource, manifest: Manifest, on_bytes: OnBytes | None) 
         FRAMING + str(file["name"]): str(file["framing_digest"]) for file in manifest.files if "framing_digest" in file
     }
     jobs = sorted(jobs, key=lambda job: job.ranges[:1]) + framing_jobs
-    found = hash_jobs(source.files, jobs, on_bytes=on_bytes)
+    found = hash_jobs(source.files, jobs, on_event=on_event)
     faults += [
         f"{name}: digest {found[name][:16]}..., recorded {value[:16]}..."
         for name, value in wanted.items()

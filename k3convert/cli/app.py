@@ -16,6 +16,8 @@ from k3convert.cli.console import Console
 from k3convert.errors import ExitCode, Interrupted, K3Error, UsageError, error_of_system
 from k3convert.version import __version__
 
+STDOUT = 1  # its descriptor
+
 app = typer.Typer(
     name="k3convert",
     no_args_is_help=True,
@@ -47,9 +49,12 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(list(arguments), standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # the reader of stdout has gone, as in "| head": nothing is left to say, and nobody to say it to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == ExitCode.INTERRUPTED:
+            # this is how typer hands a KeyboardInterrupt on
+            raise KeyboardInterrupt
+    except (BrokenPipeError, SystemExit):
+        # the reader of stdout has gone, as in "| head" (typer makes an exit of it): nobody is left to speak to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         return ExitCode.INTERRUPTED
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - the last line of defence
         failure = _as_failure(error)

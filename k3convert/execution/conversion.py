@@ -98,11 +98,12 @@ class _Conversion:
         for note in self.plan.notes:
             self.on_event(Noted(note))
         self.partial.check_destination(overwrite=self.options.overwrite)
+        buffers = None if self.options.finish_only else self._prepared_buffers()
         try:
             self._claim()
             self.reader.read_new()
-            if not self.options.finish_only:
-                self._write_part()
+            if buffers is not None:
+                self._write_part(buffers)
             complete = self._complete_and_publish()
         finally:
             self.partial.release()
@@ -149,16 +150,13 @@ class _Conversion:
                 f"({free} and {needed} bytes)"
             )
 
-    def _write_part(self) -> None:
+    def _write_part(self, buffers: WorkerBuffers) -> None:
         plan = self.plan
         mine = self.part.items(plan.items)
         todo = [number for number in mine if number not in self.reader.done]
         total = sum(plan.items[number].nbytes for number in mine)
         self.resumed_bytes = total - sum(plan.items[number].nbytes for number in todo)
         todo.sort(key=lambda number: -plan.items[number].nbytes if plan.items[number].nbytes > 1 << 30 else 0)
-        if self._uses_codec():
-            _load_codec()
-        buffers = self._buffers()
         self.num_workers = buffers.num_workers
         sources, destinations = SourceFiles(plan.sources), DestinationFiles(self.partial.result, plan.files)
         journal = Journal(self.partial.folder, self.part.name)
@@ -204,7 +202,14 @@ class _Conversion:
     def _uses_codec(self) -> bool:
         return any(isinstance(op, CODEC_OPS) for item in self.plan.items for op in item.ops)
 
-    def _buffers(self) -> WorkerBuffers:
+    def _prepared_buffers(self) -> WorkerBuffers:
+        """Load what the plan needs and share out the memory that is left, before anything is claimed.
+
+        Raises:
+            UsageError: the memory limit is too small.
+        """
+        if self._uses_codec():
+            _load_codec()
         local = self.part.local_count
         workers = self.options.workers or self._default_workers()
         extra = self.plan.counts.get("largest_matrix_bytes", 0)

@@ -61,10 +61,12 @@ class PartialFolder:
 
         Raises:
             ResumeRefused: an earlier run of another source or of other options lies there.
+            UsageError: what is to be discarded is being written by another process.
         """
         path = self.folder / PLAN
         published = path.exists() and not self.result.is_dir()
         if published or not resume:
+            self._check_idle()
             self.discard()
         self.result.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -89,6 +91,16 @@ class PartialFolder:
             os.close(descriptor)
             raise UsageError(f"{self.folder}: another process is writing {part} of this destination") from error
         self._lock = descriptor
+
+    def _check_idle(self) -> None:
+        for path in sorted(self.folder.glob("*.lock")):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UsageError(f"{self.folder}: another process is writing {path.stem}") from error
+            finally:
+                os.close(descriptor)
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         try:

@@ -85,8 +85,9 @@ def plan_dcp_to_hf(source: Path, destination: Path, options: ToHfOptions) -> Con
         raise UsageError(f"--experts {options.experts}: packed or bf16")
     if options.scale_rule not in SCALE_RULES:
         raise UsageError(f"--scale-rule {options.scale_rule}: one of {', '.join(SCALE_RULES)}")
-    if not source.is_dir():
-        raise UsageError(f"{source} is not a folder")
+    for folder in (source, options.like):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder")
     if not (source / METADATA_NAME).exists():
         raise BadMetadata(
             f"{source / METADATA_NAME} is missing",

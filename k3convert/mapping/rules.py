@@ -114,7 +114,9 @@ class Profile:
         return any(isinstance(rule, Stack) and rule.is_stack(fqn) for rule in self.rules)
 
 
-_PLACEHOLDERS = {"n": r"\d+", INDEX: r"\d+", "w": r"[A-Za-z0-9_]+"}
+# a number in the one spelling that formatting it gives back: no leading zeros, no digits of other scripts
+_NUMBER = r"0|[1-9][0-9]*"
+_PLACEHOLDERS = {"n": _NUMBER, INDEX: _NUMBER, "w": r"[A-Za-z0-9_]+"}
 
 
 def _compile(template: str) -> re.Pattern[str]:

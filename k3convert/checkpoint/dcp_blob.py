@@ -240,7 +240,7 @@ def _find_payload(
         raise ValueError(f"holds {record.dtype} {list(record.shape)}, the metadata says {dtype} {list(shape)}")
     contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     steps = [(have, want) for dim, have, want in zip(shape, record.stride, contiguous, strict=True) if dim > 1]
-    if any(have != want for have, want in steps):
+    if prod(shape) and any(have != want for have, want in steps):
         raise ValueError(f"is not contiguous: stride {list(record.stride)} for shape {list(shape)}")
     member = members.get(f"{root}data/{record.member}")
     if member is None or member.compress_type != zipfile.ZIP_STORED:

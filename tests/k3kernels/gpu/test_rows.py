@@ -1,14 +1,15 @@
 """Every row that a CUDA device can run, against eager: outputs, gradients, time and memory.
 
-Run with ``pytest -m gpu tests/k3kernels``. Each comparison prints one JSON line. A row whose library is missing is
-reported as skipped with the reason: not run, not passed.
+Run with ``pytest -m gpu tests/k3kernels/gpu``, or ``tools/gpu_check.sh FOLDER`` for all of it in stages. Each
+comparison prints one JSON line. A row whose library is missing is reported as skipped with the reason: not run, not
+passed. Kernels are compiled for every dtype and width anew, so that the lengths are tried at one of each; tests that
+need the same kernels are in one group, for ``pytest-xdist --dist loadgroup``.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def tolerance(op: str, dtype: torch.dtype) -> float:
 
 
 Report = Callable[..., None]
+Contained = Callable[[Callable[[], Any]], Any]
 Results = tuple[list[Tensor], list[Tensor]]
 
 
@@ -46,25 +48,9 @@ def name_of(row: Row) -> str:
     return "-".join(row.triple)
 
 
-@pytest.fixture(autouse=True)
-def cuda() -> Iterator[None]:
-    """A CUDA device with its memory free before and after."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def report(capsys: pytest.CaptureFixture[str]) -> Report:
-    """Print one JSON line past pytest's capturing."""
-
-    def write(**values: Any) -> None:
-        with capsys.disabled():
-            print("\n" + json.dumps({"device": torch.cuda.get_device_name(), **values}), flush=True)
-
-    return write
+def in_group(*values: Any, group: str) -> Any:
+    """A case whose kernels are compiled for this group alone."""
+    return pytest.param(*values, marks=pytest.mark.xdist_group(group))
 
 
 def resolved(row: Row) -> Callable[..., Any]:
@@ -111,7 +97,8 @@ def difference(mine: Tensor, reference: Tensor) -> float:
     assert mine.shape == reference.shape
     if not bool(torch.isfinite(mine).all()):
         return float("inf")
-    return float((mine.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30))
+    error = float((mine.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30))
+    return float(f"{error:.3g}")
 
 
 def measured(call: Callable[[], Any]) -> dict[str, float]:
@@ -134,73 +121,83 @@ def measured(call: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", FAST_ROWS, ids=name_of)
+def small_group(row: Row, dtype: torch.dtype) -> str:
+    return f"{row.op} {dtype}" if row.triple == ("kda", "chunk", "fla") else "others"
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        in_group(row, dtype, group=small_group(row, dtype))
+        for row in FAST_ROWS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, Row) else None,
+)
 def test_small_inputs_agree_with_eager_in_float64(
-    row: Row, dtype: torch.dtype, op_inputs: Callable[..., Any], report: Report
+    row: Row, dtype: torch.dtype, op_inputs: Callable[..., Any], report: Report, contained: Contained
 ) -> None:
     op, forward_only = resolved(row), row.triple in FORWARD_ONLY
-    case = op_inputs(row.op, row.variant, "small", dtype=dtype, device="cuda", key=64, value=64)
-    truth = run(eager_of(row), in_float64(case), forward_only=forward_only)
 
-    got = run(op, case, forward_only=forward_only)
+    def errors() -> tuple[Any, Any]:
+        case = op_inputs(row.op, row.variant, "small", dtype=dtype, device="cuda", key=64, value=64)
+        truth = run(eager_of(row), in_float64(case), forward_only=forward_only)
+        got = run(op, case, forward_only=forward_only)
+        plain = run(eager_of(row), case, forward_only=forward_only)
+        return distances(case, got, truth), distances(case, plain, truth)
 
-    plain = run(eager_of(row), case, forward_only=forward_only)
-    outputs, gradients = distances(case, got, truth)
-    of_eager = distances(case, plain, truth)
+    (outputs, gradients), of_eager = contained(errors)
+
     report(row=name_of(row), size="small", dtype=str(dtype), outputs=outputs, gradients=gradients, of_eager=of_eager)
     assert max(outputs + gradients) <= tolerance(row.op, dtype)
 
 
 @pytest.mark.parametrize("row", FAST_ROWS, ids=name_of)
-def test_layer_sizes_agree_with_eager_and_are_measured(row: Row, op_inputs: Callable[..., Any], report: Report) -> None:
-    op, forward_only = resolved(row), row.triple in FORWARD_ONLY
-    case = op_inputs(row.op, row.variant, "layer", dtype=torch.bfloat16, device="cuda")
-    eager = eager_of(row)
+def test_layer_sizes_agree_with_eager_and_are_measured(
+    row: Row, op_inputs: Callable[..., Any], report: Report, contained: Contained
+) -> None:
+    op, eager, forward_only = resolved(row), eager_of(row), row.triple in FORWARD_ONLY
 
-    got = run(op, case, forward_only=forward_only)
+    def errors_and_costs() -> tuple[list[float], list[float], dict[str, Any]]:
+        case = op_inputs(row.op, row.variant, "layer", dtype=torch.bfloat16, device="cuda")
+        want = run(eager, case, forward_only=forward_only)
+        outputs, gradients = distances(case, run(op, case, forward_only=forward_only), want)
+        del want
+        costs: dict[str, Any] = {}
+        for prefix, one in (("", op), ("eager_", eager)):
+            costs[f"{prefix}forward"] = measured(lambda one=one: run(one, case, forward_only=True))
+            if not forward_only:
+                costs[f"{prefix}forward_and_backward"] = measured(lambda one=one: run(one, case, forward_only=False))
+        return outputs, gradients, costs
 
-    want = run(eager, case, forward_only=forward_only)
-    outputs, gradients = distances(case, got, want)
-    del got, want
+    outputs, gradients, costs = contained(errors_and_costs)
 
-    def forward(one: Callable[..., Any]) -> Callable[[], Any]:
-        return lambda: run(one, case, forward_only=True)
-
-    def both(one: Callable[..., Any]) -> Callable[[], Any]:
-        return lambda: run(one, case, forward_only=forward_only)
-
-    report(
-        row=name_of(row),
-        size="layer",
-        dtype="torch.bfloat16",
-        outputs=outputs,
-        gradients=gradients,
-        forward=measured(forward(op)),
-        forward_and_backward=None if forward_only else measured(both(op)),
-        eager_forward=measured(forward(eager)),
-        eager_forward_and_backward=None if forward_only else measured(both(eager)),
-    )
+    report(row=name_of(row), size="layer", dtype="torch.bfloat16", outputs=outputs, gradients=gradients, **costs)
     assert max(outputs + gradients) <= tolerance(row.op, torch.bfloat16)
 
 
 def test_all_896_experts_train_with_one_copy_of_weights_and_gradients(
-    op_inputs: Callable[..., Any], report: Report
+    op_inputs: Callable[..., Any], report: Report, contained: Contained
 ) -> None:
-    case = op_inputs("moe_experts", "situ", "layer", dtype=torch.bfloat16, device="cuda", experts=896)
     op = resolve("moe_experts", "situ", "grouped_mm", device="cuda")
-    leaves = [x.requires_grad_(x.is_floating_point()) for x in case.args]
-    weight_bytes = sum(w.numel() * w.element_size() for w in leaves[3:])
 
-    def step() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        op(*leaves, **case.kwargs).float().square().mean().backward()
+    def train() -> tuple[int, dict[str, float], bool]:
+        case = op_inputs("moe_experts", "situ", "layer", dtype=torch.bfloat16, device="cuda", experts=896)
+        leaves = [x.requires_grad_(x.is_floating_point()) for x in case.args]
 
-    cost = measured(step)
+        def step() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            op(*leaves, **case.kwargs).float().square().mean().backward()
+
+        cost = measured(step)
+        is_finite = all(w.grad is not None and bool(w.grad.sum(dtype=torch.float32).isfinite()) for w in leaves[3:])
+        return sum(w.numel() * w.element_size() for w in leaves[3:]), cost, is_finite
+
+    weight_bytes, cost, is_finite = contained(train)
 
     report(row="moe_experts-situ-grouped_mm", size="896 experts", weight_bytes=weight_bytes, **cost)
-    assert all(bool(torch.isfinite(w.grad).all()) for w in leaves[3:] if w.grad is not None)
+    assert is_finite
     # held after the first step: weights and gradients; a step replaces the gradients and needs activations besides
     assert cost["peak_bytes_beyond_inputs"] < 0.2 * weight_bytes
 
@@ -219,7 +216,7 @@ def kda_case(op_inputs: Callable[..., Any], tokens: int, cu: list[int], gate: fl
     return case
 
 
-@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("bounded", [in_group(True, group="kda torch.bfloat16"), in_group(False, group="kda no bound")])
 @pytest.mark.parametrize("gate", [None, -5.0, -1e-6])
 @pytest.mark.parametrize(
     ("tokens", "cu"),
@@ -230,7 +227,7 @@ def kda_case(op_inputs: Callable[..., Any], tokens: int, cu: list[int], gate: fl
     ],
 )
 def test_row_89_fla_agrees_with_eager_for_all_lengths_and_both_bounds(
-    tokens: int, cu: list[int], gate: float | None, bounded: bool, op_inputs: Callable[..., Any]
+    tokens: int, cu: list[int], gate: float | None, bounded: bool, op_inputs: Callable[..., Any], report: Report
 ) -> None:
     op = resolved(KDA_FLA)
     case = kda_case(op_inputs, tokens, cu, gate, key=64, value=64)
@@ -239,29 +236,47 @@ def test_row_89_fla_agrees_with_eager_for_all_lengths_and_both_bounds(
     got = case.run(op)
 
     outputs, gradients = distances(case, got, case.run(eager_of(KDA_FLA)))
+    report(row=name_of(KDA_FLA), cu_seqlens=cu, gate=gate, bounded=bounded, outputs=outputs, gradients=gradients)
     assert max(outputs + gradients) <= tolerance("kda", torch.bfloat16)
 
 
-def test_e6_fla_is_finite_at_layer_size_with_every_gate_at_its_bound(op_inputs: Callable[..., Any]) -> None:
+def test_e6_fla_is_finite_at_layer_size_with_every_gate_at_its_bound(
+    op_inputs: Callable[..., Any], contained: Contained
+) -> None:
     op = resolved(KDA_FLA)
-    case = kda_case(op_inputs, 4096, [0, 4096], -5.0, heads=96, key=128, value=128)
 
-    outputs, grads = case.run(op)
+    def is_finite() -> bool:
+        case = kda_case(op_inputs, 4096, [0, 4096], -5.0, heads=96, key=128, value=128)
+        outputs, grads = case.run(op)
+        return all(bool(torch.isfinite(x).all()) for x in outputs + grads)
 
-    assert all(bool(torch.isfinite(x).all()) for x in outputs + grads)
+    assert contained(is_finite)
 
 
-@pytest.mark.parametrize(("key", "value"), [(16, 24), (60, 60), (64, 128), (100, 100), (128, 128)])
-def test_fla_agrees_with_eager_for_all_kinds_of_widths(key: int, value: int, op_inputs: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        in_group(16, 24, group="kda 1"),
+        in_group(60, 60, group="kda 1"),
+        in_group(64, 128, group="kda 2"),
+        in_group(100, 100, group="kda 2"),
+        in_group(128, 128, group="kda 3"),
+    ],
+)
+def test_fla_agrees_with_eager_for_all_kinds_of_widths(
+    key: int, value: int, op_inputs: Callable[..., Any], report: Report
+) -> None:
     op = resolved(KDA_FLA)
     case = kda_case(op_inputs, 65, [0, 65], None, key=key, value=value)
 
     got = case.run(op)
 
     outputs, gradients = distances(case, got, case.run(eager_of(KDA_FLA)))
+    report(row=name_of(KDA_FLA), key=key, value=value, outputs=outputs, gradients=gradients)
     assert max(outputs + gradients) <= tolerance("kda", torch.bfloat16)
 
 
+@pytest.mark.xdist_group("others")
 def test_the_fused_recurrence_refuses_to_drop_gradients(op_inputs: Callable[..., Any]) -> None:
     row = next(row for row in FAST_ROWS if row.triple == ("kda", "recurrent", "fla"))
     op = resolved(row)
@@ -271,6 +286,7 @@ def test_the_fused_recurrence_refuses_to_drop_gradients(op_inputs: Callable[...,
         case.run(op)
 
 
+@pytest.mark.xdist_group("others")
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 65])
 def test_e5_fla_convolution_agrees_with_eager_for_short_inputs(tokens: int, op_inputs: Callable[..., Any]) -> None:
     op = resolved(CONV_FLA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,9 @@ def small_dcp(small_source: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("dcp") / "packed"
     convert_to_dcp(small_source, folder)
     return folder
+
+
+@pytest.fixture
+def dcp(small_dcp: Path, tmp_path: Path) -> Path:
+    """A copy of the packed DCP that a test may change."""
+    return Path(shutil.copytree(small_dcp, tmp_path / "dcp"))

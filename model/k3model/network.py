@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -62,6 +62,10 @@ class KimiK3ForConditionalGeneration(nn.Module):
         ops: which implementation each op uses, as an ``OpsConfig`` or by field name; None keeps the config that is
             installed (eager without one). Handles are resolved here, once.
 
+    Attributes:
+        share_of_tokens: of ``[B, T, ...]``, the tokens that this process computes, as a parallel layout has it; None:
+            all of them. Layers still get the documents of all tokens.
+
     Raises:
         KeyError, RuntimeError: an implementation is unknown or not usable here.
     """
@@ -69,6 +73,7 @@ class KimiK3ForConditionalGeneration(nn.Module):
     def __init__(self, config: KimiK3Config, ops: OpsConfig | Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.config = config
+        self.share_of_tokens: Callable[[Tensor], Tensor] | None = None
         chosen = ops if ops is None or isinstance(ops, OpsConfig) else OpsConfig.of(ops)
         with nullcontext() if chosen is None else using(chosen):
             self.language_model = LanguageModel(config)
@@ -172,8 +177,12 @@ class KimiK3ForConditionalGeneration(nn.Module):
             embeddings = expansion.embeddings(embeddings, features)
             labels = None if labels is None else expansion.labels(labels, self.config.ignore_index)
             documents = find_documents(embeddings, expansion.attention_mask, expansion.cu_seqlens)
-        hidden = self.language_model.model(embeddings, documents)
+        # Shifted before it is shared: the label of a share's last token is the next share's first.
         shifted = None if labels is None else shift_labels(labels, documents, self.config.ignore_index)
+        if self.share_of_tokens is not None:
+            embeddings = self.share_of_tokens(embeddings)
+            shifted = None if shifted is None else self.share_of_tokens(shifted)
+        hidden = self.language_model.model(embeddings, documents)
         logits, loss_sum, num_labels = self.language_model.lm_head(hidden, shifted, with_logits=with_logits)
         loss = None if loss_sum is None else loss_sum / num_labels.clamp(min=1)
         return K3Output(logits, loss, loss_sum, num_labels)

@@ -9,6 +9,8 @@ from k3kernels import selected
 from k3model.kept_dtype import KeptDtype
 from k3model.text_config import KdaConfig
 
+ALL = slice(None)
+
 
 class DecayGate(KeptDtype):
     """``g = bound * sigmoid(exp(A_log) * (z + dt_bias))``, or ``-exp(A_log) * softplus(z + dt_bias)`` without a bound.
@@ -26,7 +28,13 @@ class DecayGate(KeptDtype):
         self.lower_bound = config.gate_lower_bound
         self.kda_gate = selected("kda_gate_implementation")
 
-    def forward(self, z_BTHK: Tensor) -> Tensor:
-        """The natural logarithm of the decay, ``[B, T, H, K]`` float32, below zero."""
-        out: Tensor = self.kda_gate(z_BTHK, self.A_log, self.dt_bias, lower_bound=self.lower_bound)
+    def forward(self, z_BTHK: Tensor, heads: slice = ALL) -> Tensor:
+        """The natural logarithm of the decay, ``[B, T, H, K]`` float32, below zero.
+
+        Args:
+            z_BTHK: pre-activation of some heads or of all.
+            heads: which heads these are.
+        """
+        dt_bias_HK = self.dt_bias.view(self.A_log.shape[0], -1)[heads]
+        out: Tensor = self.kda_gate(z_BTHK, self.A_log[heads], dt_bias_HK.flatten(), lower_bound=self.lower_bound)
         return out

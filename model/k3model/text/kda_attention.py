@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from k3kernels import selected
 from k3model.kept_dtype import KeptDtype
-from k3model.text.decay_gate import DecayGate
+from k3model.text.decay_gate import ALL, DecayGate
 from k3model.text.documents import Documents
 from k3model.text_config import KdaConfig
 
@@ -21,9 +24,18 @@ class ShortConvolution(KeptDtype):
         nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
         self.short_conv = selected("short_conv_implementation")
 
-    def forward(self, x_BTC: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """``[B, T, C]`` to ``[B, T, C]``, in the dtype of ``x``."""
-        out: Tensor = self.short_conv(x_BTC, self.weight, cu_seqlens=cu_seqlens)[0]
+    def forward(
+        self, x_BTC: Tensor, cu_seqlens: Tensor | None, history: Tensor | None = None, channels: slice = ALL
+    ) -> Tensor:
+        """``[B, T, C]`` to ``[B, T, C]``, in the dtype of ``x``.
+
+        Args:
+            x_BTC: some channels, or all of them.
+            cu_seqlens: bounds of packed documents.
+            history: ``[N, C, kernel - 1]``, the inputs before each document; None stands for zeros.
+            channels: which channels these are.
+        """
+        out: Tensor = self.short_conv(x_BTC, self.weight[channels], history, cu_seqlens=cu_seqlens)[0]
         return out
 
 
@@ -42,11 +54,32 @@ class HeadNorm(KeptDtype):
         return out
 
 
+class KdaStreams(NamedTuple):
+    """What the recurrence reads of each token, before convolutions and activations.
+
+    Attributes:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, H, K]``.
+        v: ``[B, T, H, V]``.
+        z: ``[B, T, H, K]``, the decay's pre-activation without its bias.
+        beta_logits: ``[B, T, H, 1]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    beta_logits: Tensor
+
+
 class KdaAttention(nn.Module):
     """One KDA layer's attention.
 
     Per head, with a state ``S [K, V]`` and q, k normalised to length one:
     ``S <- diag(exp g) S``; ``S <- S + beta k (v - S^T k)^T``; ``o = S^T q / sqrt(K)``.
+
+    Attributes:
+        parallel_forward: how a parallel layout runs this layer on its share of the tokens; None: all tokens are here.
 
     Source: Kimi K3 report, section 2.1.1, equations 1 and 2.
     """
@@ -73,24 +106,75 @@ class KdaAttention(nn.Module):
         self.o_norm = HeadNorm(config.head_dim, eps)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
         self.kda = selected("chunk_kda_implementation")
+        self.parallel_forward: Callable[[KdaAttention, Tensor, Documents], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor, documents: Documents) -> Tensor:
         """``[B, T, hidden]`` to ``[B, T, hidden]``; zero at padding.
 
         Padding is taken out before anything is projected: a recurrence has no mask to hide it with.
         """
+        if self.parallel_forward is not None:
+            return self.parallel_forward(self, x_BTD, documents)
         batch, tokens = x_BTD.shape[:2]
         x = documents.pack(x_BTD)
-        q = self._heads(self.q_conv1d(self.q_proj(x), documents.cu_seqlens))
-        k = self._heads(self.k_conv1d(self.k_proj(x), documents.cu_seqlens))
-        v = self._heads(self.v_conv1d(self.v_proj(x), documents.cu_seqlens))
-        g = self.decay(self._heads(self.f_b_proj(self.f_a_proj(x))))
-        logits = self.b_proj(x)
+        return documents.unpack(self.output(self.mix(self.project(x), documents.cu_seqlens), x), batch, tokens)
+
+    def project(self, x: Tensor) -> KdaStreams:
+        """What the recurrence reads of each token, all heads: ``[B, T, hidden]`` to ``[B, T, H, ...]``."""
+        return KdaStreams(
+            q=self._heads(self.q_proj(x)),
+            k=self._heads(self.k_proj(x)),
+            v=self._heads(self.v_proj(x)),
+            z=self._heads(self.f_b_proj(self.f_a_proj(x))),
+            beta_logits=self.b_proj(x)[..., None],
+        )
+
+    def mix(
+        self,
+        streams: KdaStreams,
+        cu_seqlens: Tensor | None,
+        *,
+        heads: slice = ALL,
+    ) -> Tensor:
+        """Convolutions and recurrence along whole documents, of some heads or all: ``[B, T, H, V]``."""
+        channels = ALL if heads == ALL else slice(heads.start * self.head_dim, heads.stop * self.head_dim)
+        q, k, v = (
+            self._heads(convolution(stream.flatten(-2), cu_seqlens, channels=channels))
+            for convolution, stream in (
+                (self.q_conv1d, streams.q),
+                (self.k_conv1d, streams.k),
+                (self.v_conv1d, streams.v),
+            )
+        )
+        return self.recur(q, k, v, streams, cu_seqlens, heads=heads)[0]
+
+    def recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        streams: KdaStreams,
+        cu_seqlens: Tensor | None,
+        state: Tensor | None = None,
+        *,
+        heads: slice = ALL,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The recurrence after the convolutions, from a state ``[N, H, K, V]``; None stands for zeros."""
+        g = self.decay(streams.z, heads)
+        logits = streams.beta_logits[..., 0]
         beta = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        o, _ = self.kda(q, k, v, g, beta, cu_seqlens=documents.cu_seqlens, lower_bound=self.decay.lower_bound)
+        bound = self.decay.lower_bound
+        o, final_state = self.kda(
+            q, k, v, g, beta, state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, lower_bound=bound
+        )
+        return o, final_state
+
+    def output(self, o_BTHV: Tensor, x: Tensor) -> Tensor:
+        """Norm and gate every head, and project back: ``[B, T, hidden]``."""
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        out: Tensor = self.o_proj(self.o_norm(o, self._heads(gate)).flatten(-2))
-        return documents.unpack(out, batch, tokens)
+        out: Tensor = self.o_proj(self.o_norm(o_BTHV, self._heads(gate)).flatten(-2))
+        return out
 
     def _heads(self, x: Tensor) -> Tensor:
         """``[B, T, H * K]`` to ``[B, T, H, K]``."""

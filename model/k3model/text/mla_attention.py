@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,9 @@ class MlaAttention(nn.Module):
     """One MLA layer's attention: low-rank queries, low-rank keys and values, a sigmoid gate on the output.
 
     The last ``qk_rope_head_dim`` channels of every key are shared by all heads; nothing is rotated.
+
+    Attributes:
+        parallel_forward: how a parallel layout runs this layer on its share of the tokens; None: all tokens are here.
 
     Source: Kimi K3 report, section 2.1.2.
     """
@@ -38,20 +43,57 @@ class MlaAttention(nn.Module):
         self.o_proj = nn.Linear(value_width, hidden_size, bias=False)
         self.scale = config.qk_head_dim**-0.5
         self.attention = selected("attn_implementation")
+        self.parallel_forward: Callable[[MlaAttention, Tensor, Documents], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor, documents: Documents) -> Tensor:
         """``[B, T, hidden]`` to ``[B, T, hidden]``; zero at padding."""
+        if self.parallel_forward is not None:
+            return self.parallel_forward(self, x_BTD, documents)
+        latent, shared = self.compress(x_BTD)
+        return self.output(self.mix(self.queries(x_BTD), self.expand(latent), shared, documents), x_BTD)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``[B, T, hidden]`` to ``[B, T, H, Dk]``."""
+        return self._heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, T, hidden]`` to the latent ``[B, T, rank]`` and the key channels that all heads share."""
         config = self.config
-        q = self._heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))))
-        latent, shared = torch.split(
-            self.kv_a_proj_with_mqa(x_BTD), [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
-        )
-        key_value = self._heads(self.kv_b_proj(self.kv_a_layernorm(latent)))
+        latent, shared = torch.split(self.kv_a_proj_with_mqa(x), [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        return latent, shared
+
+    def expand(self, latent: Tensor) -> Tensor:
+        """The latent to every head's own key channels and values, side by side: ``[B, S, H, nope + Dv]``."""
+        return self._heads(self.kv_b_proj(self.kv_a_layernorm(latent)))
+
+    def mix(
+        self, q: Tensor, key_value: Tensor, shared: Tensor, documents: Documents, *, query_start: int = 0
+    ) -> Tensor:
+        """Attention of some heads or all.
+
+        Args:
+            q: ``[B, T, H, Dk]``.
+            key_value: ``[B, S, H, nope + Dv]``.
+            shared: ``[B, S, Dk - nope]``.
+            documents: of the ``S`` keys.
+            query_start: key position of the first query.
+
+        Returns:
+            ``[B, T, H, Dv]``.
+        """
+        config = self.config
         k_own, v = torch.split(key_value, [config.qk_nope_head_dim, config.v_head_dim], dim=-1)
-        k = torch.cat((k_own, shared[:, :, None].expand(-1, -1, config.num_heads, -1)), dim=-1)
-        o = self.attention(q, k, v, scale=self.scale, **documents.attention_arguments()).flatten(-2)
-        if config.use_output_gate:
-            o = o * torch.sigmoid(self.g_proj(x_BTD))
+        k = torch.cat((k_own, shared[:, :, None].expand(-1, -1, key_value.shape[2], -1)), dim=-1)
+        out: Tensor = self.attention(
+            q, k, v, scale=self.scale, query_start=query_start, **documents.attention_arguments()
+        )
+        return out
+
+    def output(self, o_BTHV: Tensor, x: Tensor) -> Tensor:
+        """Gate, and project back: ``[B, T, hidden]``."""
+        o = o_BTHV.flatten(-2)
+        if self.config.use_output_gate:
+            o = o * torch.sigmoid(self.g_proj(x))
         out: Tensor = self.o_proj(o)
         return out
 

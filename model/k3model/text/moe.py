@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ class Experts(nn.Module):
         w1: gate ``[E, I, D]``.
         w3: up ``[E, I, D]``.
         w2: down ``[E, D, I]``.
+        parallel_forward: how a parallel layout runs experts that lie on several ranks; None: all are here.
     """
 
     def __init__(self, config: TextConfig, moe: MoeConfig) -> None:
@@ -32,9 +35,12 @@ class Experts(nn.Module):
         self.beta = config.situ_beta
         self.linear_beta = config.situ_linear_beta
         self.moe_experts = selected("moe_implementation")
+        self.parallel_forward: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, z_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """The weighted sum of every token's experts: ``[N, D]`` in the dtype of ``z``."""
+        if self.parallel_forward is not None:
+            return self.parallel_forward(self, z_ND, ids_NK, weights_NK)
         out: Tensor = self.moe_experts(
             z_ND, ids_NK, weights_NK, self.w1, self.w3, self.w2, beta=self.beta, linear_beta=self.linear_beta
         )

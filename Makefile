@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-slow check docs format clean help
+.PHONY: demo test test-slow test-gpu check docs format clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -27,6 +27,9 @@ test: $(STAMP) ## Run the quick tests
 
 test-slow: $(STAMP) ## Run the long tests: kills and resumes, large checkpoints
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## Run the checks that need a CUDA device, at most 9 minutes
+	PYTHON=$(BIN)/python tools/gpu_check.sh gpu-check
 
 check: $(STAMP) ## Lint, format, types, import directions, file sizes, generated docs
 	$(BIN)/ruff check .

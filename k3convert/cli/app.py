@@ -41,7 +41,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Convert, validate and smoke-train Kimi K3 checkpoints."""
+    """Convert Kimi K3 checkpoints to PyTorch DCP and back, and check them."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,0 +1,59 @@
+"""The axes of a layout as device meshes and process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from k3model.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands in a layout, and whom it talks to.
+
+    Attributes:
+        layout: the degrees.
+        dense: axes ``pp, dp, cp, sp``.
+        expert: axes ``pp, ep_fsdp, ep``: the same ranks in the same order, counted again for the experts.
+        data: one axis ``data`` over ``dp * cp * sp``: the ranks that hold the same layers and different tokens.
+    """
+
+    layout: Layout
+    dense: DeviceMesh
+    expert: DeviceMesh
+    data: DeviceMesh
+
+    @classmethod
+    def build(cls, layout: Layout, device_type: str) -> Mesh:
+        """Make all groups of a layout. A collective over all ranks of the initialised process group.
+
+        Raises:
+            ValueError: the process group has another number of ranks, or ``ep`` does not divide those of a stage.
+        """
+        if dist.get_world_size() != layout.world_size:
+            raise ValueError(f"{layout} needs {layout.world_size} ranks, there are {dist.get_world_size()}")
+        ranks = torch.arange(layout.world_size)
+        dense = ranks.view(layout.pp, layout.dp, layout.cp, layout.sp)
+        expert = ranks.view(layout.pp, layout.ep_fsdp, layout.ep)
+        stage = ranks.view(layout.pp, layout.ranks_per_stage)
+        return cls(
+            layout,
+            dense=DeviceMesh(device_type, dense, mesh_dim_names=("pp", "dp", "cp", "sp")),
+            expert=DeviceMesh(device_type, expert, mesh_dim_names=("pp", "ep_fsdp", "ep")),
+            data=DeviceMesh(device_type, stage, mesh_dim_names=("pp", "data"))["data"],
+        )
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along one axis of ``dense`` or ``expert``, or along ``data``."""
+        if axis == "data":
+            return self.data.get_group()
+        mesh = self.expert if axis in ("ep", "ep_fsdp") else self.dense
+        return mesh.get_group(axis)
+
+    def place(self, axis: str) -> int:
+        """This rank's number along an axis."""
+        return dist.get_rank(self.group(axis))

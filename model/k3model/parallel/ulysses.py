@@ -1,0 +1,81 @@
+"""Sequence parallelism by exchanging the sequence for heads, as DeepSpeed-Ulysses does (arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3model.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from k3model.text.documents import Documents
+from k3model.text.kda_attention import KdaAttention, KdaStreams
+from k3model.text.mla_attention import MlaAttention
+
+
+class HeadShardedKda:
+    """KDA with the whole sequence of ``H / n`` heads on every rank, so that the recurrence is exact.
+
+    The projections and the output gate stay with the rank's tokens. One exchange carries what the recurrence reads;
+    convolutions and decay are sliced by head; a second exchange carries the heads' outputs back.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, attention: KdaAttention, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """``[B, T / n, hidden]`` to ``[B, T / n, hidden]``; ``documents`` are those of all ``T`` tokens."""
+        streams = attention.project(x_BTD)
+        num_heads = streams.q.shape[2] // dist.get_world_size(self.group)
+        first = dist.get_rank(self.group) * num_heads
+        mine = _split(sequence_to_heads(torch.cat(streams, dim=-1), self.group), streams)
+        o = _mix_documents(attention, mine, documents, slice(first, first + num_heads))
+        return attention.output(heads_to_sequence(o, self.group), x_BTD)
+
+
+class GatheredKda:
+    """KDA with everything on every rank: all heads of the whole sequence, of which the rank keeps its own tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, attention: KdaAttention, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """``[B, T / n, hidden]`` to ``[B, T / n, hidden]``; ``documents`` are those of all ``T`` tokens."""
+        streams = attention.project(x_BTD)
+        everything = _split(gather_sequence(torch.cat(streams, dim=-1), self.group), streams)
+        heads = slice(0, streams.q.shape[2])
+        o = _mix_documents(attention, everything, documents, heads)
+        return attention.output(o.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)], x_BTD)
+
+
+class HeadShardedMla:
+    """MLA with the whole sequence of ``H / n`` heads on every rank.
+
+    One exchange carries queries, keys and values of every head. The key channels that all heads share are gathered
+    once, and not multiplied by the number of heads first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, attention: MlaAttention, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """``[B, T / n, hidden]`` to ``[B, T / n, hidden]``; ``documents`` are those of all ``T`` tokens."""
+        q = attention.queries(x_BTD)
+        latent, shared = attention.compress(x_BTD)
+        key_value = attention.expand(latent)
+        exchanged = sequence_to_heads(torch.cat((q, key_value), dim=-1), self.group)
+        q, key_value = torch.split(exchanged, [q.shape[-1], key_value.shape[-1]], dim=-1)
+        o = attention.mix(q, key_value, gather_sequence(shared, self.group), documents)
+        return attention.output(heads_to_sequence(o, self.group), x_BTD)
+
+
+def _split(joined: Tensor, like: Sequence[Tensor]) -> KdaStreams:
+    return KdaStreams(*torch.split(joined, [stream.shape[-1] for stream in like], dim=-1))
+
+
+def _mix_documents(attention: KdaAttention, streams: KdaStreams, documents: Documents, heads: slice) -> Tensor:
+    """Padding is taken out after the exchange, which needs as many tokens from every rank; it comes back as zeros."""
+    batch, tokens = streams.q.shape[:2]
+    packed = KdaStreams(*(documents.pack(stream) for stream in streams))
+    return documents.unpack(attention.mix(packed, documents.cu_seqlens, heads=heads), batch, tokens)

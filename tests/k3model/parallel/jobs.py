@@ -1,0 +1,209 @@
+"""What the ranks of a test do. Loaded by path in every worker, and by the tests for the run on one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from k3model.config import KimiK3Config
+from k3model.network import KimiK3ForConditionalGeneration
+from k3model.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from k3model.parallel.expert_dispatch import shard_experts
+from k3model.parallel.global_loss import global_loss
+from k3model.parallel.gradients import clip_gradients, gradient_norm, sum_gradients
+from k3model.parallel.layout import Layout
+from k3model.parallel.mesh import Mesh
+from k3model.parallel.parallelize import parallelize
+from k3model.presets import tiny_config_dict
+
+NUM_LAYERS = 4
+
+
+def build_network(
+    dtype: torch.dtype, *, fields: Mapping[str, Any] | None = None, vision: bool = False, num_layers: int = NUM_LAYERS
+) -> KimiK3ForConditionalGeneration:
+    """The same weights in every process, none of them where a mistake would not show (zero or one)."""
+    raw = tiny_config_dict()
+    raw["text_config"] |= fields or {}
+    if not vision:
+        raw["vision_config"] = None
+    config = KimiK3Config.from_dict(raw).with_num_layers(num_layers)
+    torch.manual_seed(3)
+    network = KimiK3ForConditionalGeneration.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.dim() == 1 and not name.endswith("A_log"):
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2))
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.05)
+        if dtype == torch.float64:
+            widen(network)
+    return network.to(dtype).train()
+
+
+def widen(network: torch.nn.Module) -> None:
+    """What stays float32 as float64, so that nothing of a comparison is rounded to float32."""
+    for module in network.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype == torch.float32:
+                setattr(module, name, torch.nn.Parameter(parameter.detach().double()))
+
+
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    return Mesh.build(layout, "cpu")
+
+
+@contextmanager
+def environment(**variables: str) -> Any:
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def step(
+    layout: Layout | None,
+    batch: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float64,
+    model: Mapping[str, Any] | None = None,
+    checkpointing: bool = False,
+    max_norm: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Loss, logits, every parameter's gradient and the norm: on one process where the layout is None."""
+    network = build_network(dtype, **(model or {}))
+    network.set_activation_checkpointing(checkpointing)
+    if layout is None:
+        out = network(**batch)
+        assert out.loss is not None
+        out.loss.backward()
+        gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        return {"loss": out.loss.detach(), "logits": out.logits.detach(), "gradients": gradients, "norm": norm}
+    mesh = mesh_of(layout)
+    with environment(**(variables or {})):
+        parallelize(network, mesh)
+    out = network(**rows_of_rank(batch, mesh))
+    loss = global_loss(out, mesh.group("data"))
+    loss.share.backward()
+    sum_gradients(network, mesh)
+    norm = gradient_norm(network, mesh) if max_norm is None else clip_gradients(network, mesh, max_norm)
+    gradients = {name: whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
+    return {
+        "loss": loss.total,
+        "logits": out.logits.detach(),
+        "gradients": gradients if dist.get_rank() == 0 else None,
+        "norm": norm,
+        "dtypes": {name: p.dtype for name, p in network.named_parameters()},
+        "num_labels": int(out.num_labels),
+    }
+
+
+def rows_of_rank(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    dp, place = mesh.layout.dp, mesh.place("dp")
+    if dp == 1:
+        return dict(batch)
+    return {name: value.chunk(dp)[place] for name, value in batch.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def exchange_and_back(x: Tensor) -> dict[str, Tensor]:
+    """Sequence shards to heads and back, and gathered, with the gradient of a sum of squares."""
+    group = dist.group.WORLD
+    mine = x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone().requires_grad_()
+    heads = sequence_to_heads(mine, group)
+    back = heads_to_sequence(heads, group)
+    gathered = gather_sequence(mine, group)
+    (back.square().sum() + gathered.sum()).backward()
+    return {"heads": heads.detach(), "back": back.detach(), "gathered": gathered.detach(), "grad": mine.grad}
+
+
+def places(layout: Layout) -> dict[str, Any]:
+    mesh = mesh_of(layout)
+    axes = ("pp", "dp", "cp", "sp", "ep_fsdp", "ep", "data")
+    return {axis: (mesh.place(axis), dist.get_process_group_ranks(mesh.group(axis))) for axis in axes}
+
+
+def fail_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one fails")
+    return dist.get_rank()
+
+
+def hang_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return dist.get_rank()
+
+
+def kda_path(layout: Layout, variables: Mapping[str, str]) -> str:
+    network = build_network(torch.float32, num_layers=1)
+    with environment(**variables):
+        parallelize(network, mesh_of(layout))
+    return type(network.language_model.model.layers["0"].self_attn.parallel_forward).__name__
+
+
+def state_against_whole(layout: Layout) -> list[str]:
+    """Names of the tensors that a checkpoint of this layout would hold with other values or another shape."""
+    network, reference = build_network(torch.float32), build_network(torch.float32)
+    parallelize(network, mesh_of(layout))
+    state, want = network.state_dict(), reference.state_dict()
+    gathered = {name: whole(tensor) for name, tensor in state.items()}
+    wrong = [name for name in want if name not in gathered or not torch.equal(gathered[name], want[name])]
+    return wrong + sorted(set(gathered) - set(want))
+
+
+def dispatch_to_one_rank() -> dict[str, Tensor]:
+    """Rank 1 has no tokens, and the experts of rank 1 get all of rank 0's; against all experts on one process."""
+    mesh = mesh_of(Layout(dp=2, ep=2))
+    experts, alone = (build_network(torch.float64).language_model.model.layers["1"] for _ in range(2))
+    experts, alone = experts.block_sparse_moe.experts, alone.block_sparse_moe.experts
+    shard_experts(experts, mesh.expert["ep"])
+    num_tokens = 20 if dist.get_rank() == 0 else 0
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(num_tokens, 96, dtype=torch.float64, generator=generator)
+    weights = torch.rand(num_tokens, 4, dtype=torch.float64, generator=generator)
+    ids = 8 + torch.rand(num_tokens, 8, generator=generator).argsort(-1)[:, :4]
+    found = {}
+    for prefix, module in (("", experts), ("want_", alone)):
+        z_in, weights_in = z.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = module(z_in, ids, weights_in)
+        out.square().sum().backward()
+        found |= {f"{prefix}grad_z": z_in.grad, f"{prefix}grad_weights": weights_in.grad}
+        found[prefix.rstrip("_") or "out"] = out.detach()
+    return found
+
+
+def accumulated_step(layout: Layout, batch: Mapping[str, Tensor], num_pieces: int) -> dict[str, Any]:
+    """The batch in pieces, each a share of one count."""
+    network, mesh = build_network(torch.float64), mesh_of(layout)
+    parallelize(network, mesh)
+    rows = rows_of_rank(batch, mesh)
+    pieces = [{name: value.chunk(num_pieces)[n] for name, value in rows.items()} for n in range(num_pieces)]
+    counts = sum((piece["labels"][:, 1:] != -100).sum() for piece in pieces)
+    dist.all_reduce(counts, group=mesh.group("data"))
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in pieces:
+        loss = global_loss(network(**piece), mesh.group("data"), num_labels=counts)
+        loss.share.backward()
+        total += loss.total
+    sum_gradients(network, mesh)
+    gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
+    return {"loss": total, "gradients": gradients if dist.get_rank() == 0 else None}

@@ -395,9 +395,11 @@ def test_progress_and_notes_go_to_stderr(command: Command, small: Path, tmp_path
     (small / "model.safetensors").write_bytes(b"stray")
 
     outcome = command("hf-to-dcp", small, tmp_path / "new")
+    quiet = command("hf-to-dcp", small, tmp_path / "new", "--overwrite", "--quiet")
 
     assert "note: model.safetensors is not part of the checkpoint" in outcome.err
     assert "note:" not in outcome.out
+    assert (quiet.code, quiet.err) == (0, "")
 
 
 def test_a_partial_result_that_another_process_writes_is_not_discarded(

@@ -44,9 +44,15 @@ def pack_attention(tensors: dict[str, Any]) -> None:
     tensors[f"{module}.weight_scale"] = type(like)("U8", (rows, columns // 32), bytes(rows * columns // 32), like.shard)
 
 
+def replace_packed_by_plain(tensors: dict[str, Any]) -> None:
+    add_plain(tensors)
+    del tensors[f"{MODULE}.weight_packed"]
+
+
 FAULTS: dict[str, tuple[Change, str]] = {
     "packed alone": (drop(f"{MODULE}.weight_scale"), f"{MODULE}.weight_packed has no weight_scale beside it"),
     "scale alone": (drop(f"{MODULE}.weight_packed"), f"{MODULE}.weight_scale has no weight_packed beside it"),
+    "scale and plain": (replace_packed_by_plain, f"{MODULE}.weight_scale has no weight_packed beside it"),
     "packed and plain": (add_plain, f"{MODULE} has packed weights and a plain weight"),
 }
 

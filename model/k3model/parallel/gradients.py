@@ -52,8 +52,12 @@ def gradient_norm(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Tensor
     """
     layout = mesh.layout
     experts, others = split_experts(network)
-    device = next(network.parameters()).device
-    expert_squares, other_squares = _sum_of_squares(experts, device), _sum_of_squares(others, device)
+    # Of the parameters, not of the gradients: ranks without any must agree with the others.
+    dtype = torch.float32
+    for parameter in network.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    zero = torch.zeros((), dtype=dtype, device=next(network.parameters()).device)
+    expert_squares, other_squares = _sum_of_squares(experts, zero), _sum_of_squares(others, zero)
     if layout.shards_parameters:
         dist.all_reduce(other_squares, group=mesh.group("data"))
         dist.all_reduce(expert_squares, group=mesh.group("data"))
@@ -75,15 +79,13 @@ def clip_gradients(network: KimiK3ForConditionalGeneration, mesh: Mesh, max_norm
     return norm
 
 
-def _sum_of_squares(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """In float32, or in float64 where gradients are."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
+def _sum_of_squares(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
+    """Of the rank's own shards of all gradients, in the dtype and on the device of ``like``."""
+    total = torch.zeros_like(like)
     for parameter in parameters:
         if parameter.grad is not None:
-            local = _local(parameter.grad)
-            dtype = torch.promote_types(local.dtype, torch.float32)
-            total = total + torch.linalg.vector_norm(local, dtype=dtype).square()
-    return total.to(torch.promote_types(total.dtype, torch.float32))
+            total += torch.linalg.vector_norm(_local(parameter.grad), dtype=like.dtype).square()
+    return total
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from k3model.network import KimiK3ForConditionalGeneration
+from k3model.parallel.context import LatentGatheringMla, StatePassingKda
 from k3model.parallel.expert_dispatch import shard_experts
 from k3model.parallel.fully_sharded import shard_parameters
 from k3model.parallel.mesh import Mesh
@@ -49,8 +50,8 @@ def parallelize(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> None:
         ValueError: heads or experts do not divide.
     """
     layout = mesh.layout
-    if layout.cp > 1 or layout.pp > 1:
-        raise ValueError(f"cp={layout.cp}, pp={layout.pp}: this version lays out dp, sp, ep and fsdp only")
+    if layout.pp > 1 or (layout.cp > 1 and layout.sp > 1):
+        raise ValueError(f"{layout}: pipeline stages, and cp together with sp, have no form in this version")
     shards_heads = _flag(HEAD_SHARD_VARIABLE)
     for module in network.modules():
         if isinstance(module, Experts) and layout.ep > 1:
@@ -62,8 +63,12 @@ def parallelize(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> None:
         elif isinstance(module, MlaAttention) and layout.sp > 1:
             _check_heads(module.config.num_heads, layout.sp)
             module.parallel_forward = HeadShardedMla(mesh.group("sp"))
+        elif isinstance(module, KdaAttention) and layout.cp > 1:
+            module.parallel_forward = StatePassingKda(mesh.group("cp"))
+        elif isinstance(module, MlaAttention) and layout.cp > 1:
+            module.parallel_forward = LatentGatheringMla(mesh.group("cp"))
     if layout.sequence_parts > 1:
-        network.share_of_tokens = SequenceShare(mesh.place("sp"), layout.sequence_parts)
+        network.share_of_tokens = SequenceShare(mesh.place("cp") * layout.sp + mesh.place("sp"), layout.sequence_parts)
     if layout.shards_parameters:
         shard_parameters(network, mesh)
 

@@ -207,3 +207,9 @@ def accumulated_step(layout: Layout, batch: Mapping[str, Tensor], num_pieces: in
     sum_gradients(network, mesh)
     gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
     return {"loss": total, "gradients": gradients if dist.get_rank() == 0 else None}
+
+
+def norm_without_gradients(layout: Layout) -> float:
+    network, mesh = build_network(torch.float64, num_layers=1), mesh_of(layout)
+    parallelize(network, mesh)
+    return float(gradient_norm(network, mesh))

@@ -118,11 +118,14 @@ SP2 = Layout(sp=2)
 EP2 = Layout(dp=2, ep=2)
 FSDP2 = Layout(dp=2, shards_parameters=True)
 SP2_EP2 = Layout(sp=2, ep=2)
+CP2 = Layout(cp=2)
 LAYOUTS = {
     "sp2": SP2,
     "ep2": EP2,
     "fsdp2": FSDP2,
     "sp2_ep2": SP2_EP2,
+    "cp2": CP2,
+    "cp2_ep2_fsdp2": Layout(dp=2, cp=2, ep=2, shards_parameters=True),
     "fsdp2_ep2": Layout(dp=2, ep=2, shards_parameters=True),
     "sp2_fsdp1": Layout(sp=2, shards_parameters=True),
     "ep4": Layout(dp=4, ep=4),
@@ -132,7 +135,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("ep4", "sp2_ep2_fsdp2", "sp2_fsdp1")
+SLOW = ("ep4", "cp2_ep2_fsdp2", "sp2_ep2_fsdp2", "sp2_fsdp1")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
@@ -154,6 +157,37 @@ def test_row_81_documents_and_padding_cross_the_cut_of_a_sequence(
     answers = pool(2).run("step", layout=layout, batch=BATCHES[batch]())
 
     assert_equal_steps(answers, layout, single(batch), TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_74_75_f06_documents_cross_the_cuts_of_contiguous_parts(
+    pool: Pools, single: Callable[..., Step], world_size: int
+) -> None:
+    layout = Layout(cp=world_size)
+
+    answers = pool(world_size).run("step", layout=layout, batch=packed())
+
+    assert_equal_steps(answers, layout, single("packed"), TOLERANCE)
+
+
+def test_row_74_parts_shorter_than_the_convolution_hand_its_history_through(pool: Pools) -> None:
+    ids, layout = tokens(1, 8), Layout(cp=4)
+    batch = {"input_ids": ids, "labels": ids.clone(), "cu_seqlens": torch.tensor([0, 1, 6, 7, 8])}
+
+    answers = pool(4).run("step", layout=layout, batch=batch)
+
+    assert_equal_steps(answers, layout, jobs.step(None, batch), TOLERANCE)
+
+
+def test_row_74_recomputed_layers_hand_their_state_on_again(pool: Pools, single: Callable[..., Step]) -> None:
+    answers = pool(2).run("step", layout=CP2, batch=packed(), checkpointing=True)
+
+    assert_equal_steps(answers, CP2, single("packed"), TOLERANCE)
+
+
+def test_row_74_a_padded_batch_is_refused_under_cp(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match="pack its documents into one row"):
+        pool(2).run("step", layout=CP2, batch=padded())
 
 
 def test_row_31_four_heads_are_shared_by_four_ranks(pool: Pools, single: Callable[..., Step]) -> None:
@@ -256,6 +290,12 @@ def test_row_38_clipping_scales_by_the_one_norm(pool: Pools, single: Callable[..
     # 1e-6 is added to the norm before it divides.
     assert clipped.item() == pytest.approx(limit, rel=1e-5)
     torch.testing.assert_close(answers[1]["norm"].double(), want["norm"], rtol=1e-9, atol=0)
+
+
+def test_row_69_a_rank_without_gradients_joins_the_norm(pool: Pools) -> None:
+    norms = pool(2).run("norm_without_gradients", layout=FSDP2)
+
+    assert norms == [0.0, 0.0]
 
 
 def test_row_36_f01_pieces_of_a_batch_under_one_count_are_the_whole_batch(

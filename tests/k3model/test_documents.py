@@ -116,6 +116,20 @@ def test_e07_bounds_that_do_not_cover_the_row_are_refused(tiny_network: Build, d
         tiny_network()(documents[2], cu_seqlens=torch.tensor([0, 69]))
 
 
+@pytest.mark.parametrize("with_image", [False, True], ids=["text", "image"])
+@pytest.mark.parametrize("bounds", [[0, 9, 6], [0, -1, 6], [0, 3, -1], [0, 3, 5]])
+def test_e07_bounds_are_checked_before_labels_or_images_are_placed_by_them(
+    bounds: list[int], with_image: bool, tiny_network: Build
+) -> None:
+    network = tiny_network()
+    ids = torch.arange(6)[None]
+    ids[0, 2] = network.config.media_placeholder_token_id
+    image = {"pixel_values": torch.zeros(24, 3, 14, 14), "grid_thws": torch.tensor([[1, 4, 6]])} if with_image else {}
+
+    with pytest.raises(ValueError, match=r"cu_seqlens must (go from 0 to 6|not fall)"):
+        network(ids, labels=ids, cu_seqlens=torch.tensor(bounds), **image)
+
+
 def test_f02_a_batch_without_counted_labels_has_zero_loss_and_gradient(tiny_network: Build) -> None:
     network = tiny_network()
     ids = torch.arange(12)[None]

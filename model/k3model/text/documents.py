@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3kernels.documents import document_bounds
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -51,14 +53,14 @@ def find_documents(tokens_BT: Tensor, attention_mask: Tensor | None, cu_seqlens:
         cu_seqlens: int ``[N + 1]``, bounds of the documents packed into a single row.
 
     Raises:
-        ValueError: both are given, or a shape does not fit. ``cu_seqlens`` itself is checked by the ops.
+        ValueError: both are given, a shape does not fit, or ``cu_seqlens`` does not cover the row in order.
     """
     batch, tokens = tokens_BT.shape[:2]
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens both say what belongs together; give one of them")
     if cu_seqlens is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seqlens describes one packed row; the batch has {batch}")
+        # Before anything indexes with them: a negative bound would count from the end of the row.
+        document_bounds(batch, tokens, cu_seqlens)
         return Documents(cu_seqlens=cu_seqlens)
     if attention_mask is None:
         return Documents()

@@ -48,11 +48,11 @@ LIBRARY = {
 EAGER_BESIDE_896 = {"attn": "sdpa"}
 
 # bf16: every product's operands carry 2 ** -9; a layer rounds about ten times in a row, its backward twice as often.
+# With 896 experts both sides are bf16; on an H200 they were 0.0068 apart in the output and 0.0116 in a gradient.
 OUTPUT_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 5e-2
-# Of two results in bf16, each within the tolerance of the truth; and a gradient whose terms nearly cancel is as far
-# off in eager's bf16, which then says how far is to be expected.
-BETWEEN_TWO = 2
+# A gradient whose terms nearly cancel is far off in eager's bf16 too, which then says how far is to be expected.
+TIMES_EAGER = 2
 
 Report = Callable[..., None]
 Contained = Callable[[Callable[[], Any]], Any]
@@ -187,11 +187,11 @@ def compare(
     if is_whole:
         found = errors(got.outputs, eager.outputs)
         say(**case, ops="library", **got.cost, errors_from_eager=found)
-        return found, {name: BETWEEN_TWO * tolerance(name) for name in found}
+        return found, {name: tolerance(name) for name in found}
     truth = in_float32(layer, inputs, routed[0], config)
     found, of_eager = errors(got.outputs, truth), errors(eager.outputs, truth)
     say(**case, ops="library", **got.cost, errors=found, errors_of_eager=of_eager)
-    return found, {name: max(tolerance(name), BETWEEN_TWO * of_eager[name]) for name in found}
+    return found, {name: max(tolerance(name), TIMES_EAGER * of_eager[name]) for name in found}
 
 
 def tolerance(name: str) -> float:

@@ -60,10 +60,6 @@ def hf_gradients(network: KimiK3ForConditionalGeneration) -> dict[str, Tensor]:
     return gradients
 
 
-def keep(outputs: dict[str, Tensor], name: str, _module: object, _args: object, out: Tensor | tuple[Tensor]) -> None:
-    outputs[name] = (out[0] if isinstance(out, tuple) else out).detach()
-
-
 @pytest.fixture(scope="module")
 def case(reference_fixtures: Path, reference_network: Callable[..., KimiK3ForConditionalGeneration]) -> Case:
     folder = reference_fixtures / "automodel_tiny"

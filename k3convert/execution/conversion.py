@@ -32,7 +32,6 @@ MAX_DEFAULT_WORKERS = 8
 SMALL_OP_BYTES = 128 << 10
 READY_TIMEOUT_S = 600.0
 PEER_CHECK_S = 0.5
-PROCESS_STARTED = time.time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class _Conversion:
         self.partial.claim(self._identity(), resume=self.options.resume)
         self.partial.lock(part.name)
         if run is not None and part.index == 0:
-            self.partial.forget_failures(run, PROCESS_STARTED - 5)
+            self.partial.forget_failures(run)
             self.partial.mark_ready(run)
 
     def _identity(self) -> dict[str, Any]:

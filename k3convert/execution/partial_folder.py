@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ RESULT = "result"
 PLAN = "plan.json"
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
+PROCESS_STARTED = time.time()
+START_SKEW_S = 5.0
 _CONSEQUENCES = {"files": 2, "num_items": 1}  # they follow from options and sources, which come first
 
 
@@ -161,15 +164,20 @@ class PartialFolder:
             WorkerDied: with the other rank's reason and exit code.
         """
         for path in sorted(self.folder.glob(f"failed-{run}-*.json")):
-            document = parse_json(path.read_bytes())
-            error = WorkerDied(f"rank {document['rank']} failed: {document['message']}", hint=document.get("hint"))
-            error.code, error.exit_code = document["code"], document["exit_code"]
-            raise error
+            # rank 0 removes old notes, perhaps just now
+            with suppress(FileNotFoundError):
+                if not _is_of_earlier_attempt(path):
+                    document = parse_json(path.read_bytes())
+                    error = WorkerDied(
+                        f"rank {document['rank']} failed: {document['message']}", hint=document.get("hint")
+                    )
+                    error.code, error.exit_code = document["code"], document["exit_code"]
+                    raise error
 
-    def forget_failures(self, run: str, older_than: float) -> None:
-        """Remove this run's notes of failures that an earlier attempt left, by their time in seconds of the epoch."""
+    def forget_failures(self, run: str) -> None:
+        """Remove this run's notes of failures that an earlier attempt left."""
         for path in self.folder.glob(f"failed-{run}-*.json"):
-            if path.stat().st_mtime < older_than:
+            if _is_of_earlier_attempt(path):
                 path.unlink()
 
     def mark_ready(self, run: str) -> None:
@@ -188,6 +196,11 @@ class PartialFolder:
             if time.monotonic() > deadline:
                 raise WorkerDied(f"rank 0 did not prepare {self.folder} within {timeout_s:.0f} s")
             time.sleep(0.05)
+
+
+def _is_of_earlier_attempt(note: Path) -> bool:
+    """Whether a note is older than this process; its peers may have started a little earlier."""
+    return note.stat().st_mtime < PROCESS_STARTED - START_SKEW_S
 
 
 def _replaceable(folder: Path) -> bool:

@@ -96,6 +96,8 @@ def plan_dcp_to_hf(source: Path, destination: Path, options: ToHfOptions) -> Con
             else "a DCP folder without .metadata is not a finished checkpoint",
         )
     check_places(source, destination)
+    if options.like is not None and options.like.resolve() != destination.resolve():  # --overwrite may replace the base
+        check_places(options.like, destination, what="base")
     with no_garbage_collection():
         return _make_planner(source, destination, options).plan()
 
@@ -424,5 +426,5 @@ class _Planner:
             f"{self.source.folder} does not hold the wanted checkpoint: {len(self.missing)} tensors are missing, "
             f"{len(unexpected)} unexpected, {len(self.wrong)} have the wrong shape or dtype",
             offenders=offenders,
-            hint=None if self.own else "entries it does hold: " + ", ".join(self.source.left_out[:3]) or None,
+            hint="entries it does hold: " + ", ".join(self.source.left_out[:3]) if self.source.left_out else None,
         )

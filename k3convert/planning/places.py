@@ -1,4 +1,4 @@
-"""Where a conversion may write: never over its own source."""
+"""Where a conversion may write: never over what it reads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from pathlib import Path
 from k3convert.errors import UsageError
 
 
-def check_places(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, lies inside it or holds it.
+def partial_path(destination: Path) -> Path:
+    """The folder in which the result of ``destination`` grows; it is removed at the end.
+
+    Raises:
+        UsageError: the destination has no name of its own, as ``.`` and ``/`` have none.
+    """
+    if not destination.name:
+        raise UsageError(f"{destination} is no name for a new folder")
+    return destination.with_name(destination.name + ".partial")
+
+
+def check_places(read: Path, destination: Path, *, what: str = "source") -> None:
+    """Refuse a destination that is what is read, lies inside it or holds it; likewise for its partial folder.
 
     Raises:
         UsageError: reading and writing would meet.
     """
-    read, written = source.resolve(), destination.resolve()
-    if read == written:
-        raise UsageError(f"{destination} is the source itself")
-    if read in written.parents:
-        raise UsageError(f"{destination} lies inside the source {source}", hint="write beside it")
-    if written in read.parents:
-        raise UsageError(f"{destination} holds the source {source}", hint="write beside it")
+    inside = read.resolve()
+    for path in (destination, partial_path(destination)):
+        written = path.resolve()
+        if inside == written:
+            raise UsageError(f"{path} is the {what} itself", hint="write beside it, under another name")
+        if inside in written.parents:
+            raise UsageError(f"{path} lies inside the {what} {read}", hint="write beside it")
+        if written in inside.parents:
+            raise UsageError(f"{path} holds the {what} {read}", hint="write beside it")

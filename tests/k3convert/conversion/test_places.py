@@ -1,0 +1,51 @@
+"""Nothing that is read, or that is not ours, is removed on the way to a result."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k3convert.errors import UsageError
+from k3convert.planning.dcp_to_hf import ToHfOptions, plan_dcp_to_hf
+
+Convert = Callable[..., object]
+
+
+def test_a_source_under_the_name_of_the_partial_folder_is_refused_and_kept(
+    small_source: Path, to_dcp: Convert, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(small_source, tmp_path / "out.partial"))
+
+    with pytest.raises(UsageError, match=r"out\.partial is the source itself"):
+        to_dcp(source, tmp_path / "out")
+
+    assert (source / "config.json").is_file()
+
+
+@pytest.mark.parametrize("place", ["base.partial", "base.partial/inner"])
+def test_a_base_under_the_name_of_the_partial_folder_is_refused_and_kept(
+    small_source: Path, to_dcp: Convert, tmp_path: Path, place: str
+) -> None:
+    to_dcp(small_source, tmp_path / "dcp")
+    base = Path(shutil.copytree(small_source, tmp_path / place))
+
+    with pytest.raises(UsageError, match=r"base\.partial (is|holds) the base"):
+        plan_dcp_to_hf(tmp_path / "dcp", tmp_path / "base", ToHfOptions(like=base))
+
+    assert (base / "config.json").is_file()
+
+
+def test_a_destination_inside_the_base_is_refused(small: Path, to_dcp: Convert, tmp_path: Path) -> None:
+    to_dcp(small, tmp_path / "dcp")
+
+    with pytest.raises(UsageError, match="lies inside the base"):
+        plan_dcp_to_hf(tmp_path / "dcp", small / "new", ToHfOptions(like=small))
+
+
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_destination_without_a_name_is_refused(small_source: Path, to_dcp: Convert, name: str) -> None:
+    with pytest.raises(UsageError, match="is no name for a new folder"):
+        to_dcp(small_source, Path(name))

@@ -251,7 +251,7 @@ class _Conversion:
         finish = finish_dcp if isinstance(plan.finish, DcpFinish) else _finish_hf
         try:
             self.statistics["finish"] = finish(plan, self.partial.result, self.reader.digests)
-            self.partial.publish()
+            self.partial.publish(overwrite=self.options.overwrite)
         except OSError as error:
             raise error_of_system(error) from error
         return True

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 from k3convert.checkpoint.json_text import parse_json
 from k3convert.errors import DestinationExists, ResumeRefused, UsageError, WorkerDied
+from k3convert.planning.places import partial_path
 
 RESULT = "result"
 PLAN = "plan.json"
@@ -27,6 +29,7 @@ AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 PROCESS_STARTED = time.time()
 START_SKEW_S = 5.0
+_OURS = re.compile(r"result|replaced|plan\.json(\.\d+)?|part-.+\.(lock|journal)|\.?failed-.+|ready-.+")
 _CONSEQUENCES = {"files": 2, "num_items": 1}  # they follow from options and sources, which come first
 
 
@@ -35,7 +38,7 @@ class PartialFolder:
 
     def __init__(self, destination: Path) -> None:
         self.destination = destination
-        self.folder = destination.with_name(destination.name + ".partial")
+        self.folder = partial_path(destination)
         self.result = self.folder / RESULT
         self._lock: int | None = None
 
@@ -63,9 +66,11 @@ class PartialFolder:
         """Make the folder ready for this plan; whether an earlier run is being continued.
 
         Raises:
+            DestinationExists: the folder is there, and holds what no conversion wrote.
             ResumeRefused: an earlier run of another source or of other options lies there.
             UsageError: what is to be discarded is being written by another process.
         """
+        self._check_ours()
         path = self.folder / PLAN
         published = path.exists() and not self.result.is_dir()
         if published or not resume:
@@ -95,6 +100,16 @@ class PartialFolder:
             raise UsageError(f"{self.folder}: another process is writing {part} of this destination") from error
         self._lock = descriptor
 
+    def _check_ours(self) -> None:
+        """Refuse a folder of somebody else's under the same name: it would be removed at the end."""
+        strangers = [path.name for path in self.folder.glob("*") if not _OURS.fullmatch(path.name)]
+        if strangers:
+            raise DestinationExists(
+                f"{self.folder} holds {len(strangers)} files that no conversion wrote; it is not used",
+                offenders=sorted(strangers),
+                hint="rename it, or choose another destination",
+            )
+
     def _check_idle(self) -> None:
         for path in sorted(self.folder.glob("*.lock")):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -121,9 +136,14 @@ class PartialFolder:
                 hint="repeat the earlier command to finish it, or --no-resume to discard it",
             )
 
-    def publish(self) -> None:
-        """Give the finished result its final name; an old destination is exchanged, then removed."""
+    def publish(self, *, overwrite: bool) -> None:
+        """Give the finished result its final name; an old destination is exchanged, then removed.
+
+        Raises:
+            DestinationExists: the name was taken meanwhile, and may not be overwritten; the result stays here.
+        """
         _sync_tree(self.result)
+        self.check_destination(overwrite=overwrite)
         if self.destination.exists():
             if not _exchange(self.result, self.destination):
                 old = self.folder / "replaced"

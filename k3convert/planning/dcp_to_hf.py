@@ -85,6 +85,8 @@ def plan_dcp_to_hf(source: Path, destination: Path, options: ToHfOptions) -> Con
         raise UsageError(f"--experts {options.experts}: packed or bf16")
     if options.scale_rule not in SCALE_RULES:
         raise UsageError(f"--scale-rule {options.scale_rule}: one of {', '.join(SCALE_RULES)}")
+    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
+        raise UsageError(f"--max-shard-size {options.max_shard_bytes}: at least 1 byte")
     for folder in (source, options.like):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")

@@ -82,3 +82,10 @@ def test_a_destination_that_appears_while_the_conversion_runs_is_kept_and_the_re
 
     assert (destination / "thesis.txt").read_text() == "precious"
     assert (tmp_path / "out.partial" / "result" / ".metadata").is_file()
+
+
+def test_shards_of_no_bytes_are_refused(small_source: Path, to_dcp: Convert, to_hf: Convert, tmp_path: Path) -> None:
+    to_dcp(small_source, tmp_path / "dcp")
+
+    with pytest.raises(UsageError, match="at least 1 byte"):
+        to_hf(tmp_path / "dcp", tmp_path / "back", max_shard_bytes=0)

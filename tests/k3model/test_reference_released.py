@@ -25,7 +25,9 @@ BF16_EQUAL_ELEMENTS = 0.85
 BF16_TOKEN_TOLERANCE = 1e-2
 # The one product whose exact value lies so near the middle of two bf16 numbers (1.03125 and 1.0234375) that the
 # order of a float32 sum decides: layer 6, k_proj, this token and channel. The released code's run got the lower one.
+# With torch's own sum, which gets the upper one, 82 % of that layer's elements are equal; with this one, 97 %.
 TIED_LAYER, TIED_TOKEN, TIED_CHANNEL, TIED_VALUE = 6, 28, 94, 1.0234375
+TIED_EQUAL_ELEMENTS = 0.8
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -68,22 +70,24 @@ def bf16_layers(
     answers: dict[str, Tensor], reference_network: Callable[..., KimiK3ForConditionalGeneration]
 ) -> list[Tensor]:
     """Every layer's output in bf16, each layer given the released code's own inputs."""
-    decoder = reference_network("released_tiny", torch.bfloat16).language_model.model
-    decoder.layers[str(TIED_LAYER)].self_attn.k_proj.register_forward_hook(_as_the_released_run_rounded)
+    return _layer_outputs(answers, reference_network("released_tiny", torch.bfloat16))
+
+
+@torch.no_grad()
+def _layer_outputs(answers: dict[str, Tensor], network: KimiK3ForConditionalGeneration) -> list[Tensor]:
+    decoder = network.language_model.model
     outputs: list[Tensor] = []
-    with torch.no_grad():
-        embedded = decoder.embed_tokens(answers["text_ids"])
-        for index, layer in enumerate(decoder.layers.values()):
-            prefix = answers[f"layer.{index - 1}"][None] if index else embedded
-            starts = range(BLOCK_SIZE, index, BLOCK_SIZE)
-            bank = [embedded] * bool(index) + [answers[f"layer.{start - 1}"][None] for start in starts]
-            outputs.append(layer(prefix, *bank, documents=Documents())[0][0])
+    embedded = decoder.embed_tokens(answers["text_ids"])
+    for index, layer in enumerate(decoder.layers.values()):
+        prefix = answers[f"layer.{index - 1}"][None] if index else embedded
+        starts = range(BLOCK_SIZE, index, BLOCK_SIZE)
+        bank = [embedded] * bool(index) + [answers[f"layer.{start - 1}"][None] for start in starts]
+        outputs.append(layer(prefix, *bank, documents=Documents())[0][0])
     return outputs
 
 
-def _as_the_released_run_rounded(_module: object, _args: object, out: Tensor) -> Tensor:
-    out[0, TIED_TOKEN, TIED_CHANNEL] = TIED_VALUE
-    return out
+def _equal_elements(got: Tensor, want: Tensor) -> float:
+    return float((got == want).double().mean())
 
 
 @pytest.mark.parametrize("index", range(NUM_LAYERS))
@@ -92,9 +96,30 @@ def test_bf16_layer(index: int, bf16_layers: list[Tensor], answers: dict[str, Te
 
     assert got.dtype == torch.bfloat16
     assert relative(got, want) <= BF16_TOLERANCE
-    assert float((got == want).double().mean()) >= BF16_EQUAL_ELEMENTS
     token_errors = (got.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)
     assert float(token_errors.max()) <= BF16_TOKEN_TOLERANCE
+    if index != TIED_LAYER:
+        assert _equal_elements(got, want) >= BF16_EQUAL_ELEMENTS
+
+
+def test_one_tie_decides_how_many_elements_of_its_layer_are_equal(
+    bf16_layers: list[Tensor],
+    answers: dict[str, Tensor],
+    reference_network: Callable[..., KimiK3ForConditionalGeneration],
+) -> None:
+    def round_as_the_released_run(_module: object, _args: object, out: Tensor) -> Tensor:
+        out[0, TIED_TOKEN, TIED_CHANNEL] = TIED_VALUE
+        return out
+
+    network = reference_network("released_tiny", torch.bfloat16)
+    tied = network.language_model.model.layers[str(TIED_LAYER)].self_attn.k_proj
+    hook = tied.register_forward_hook(round_as_the_released_run)
+    outputs = _layer_outputs(answers, network)
+    hook.remove()
+
+    want = answers[f"layer.{TIED_LAYER}"]
+    assert _equal_elements(outputs[TIED_LAYER], want) >= BF16_EQUAL_ELEMENTS
+    assert _equal_elements(bf16_layers[TIED_LAYER], want) >= TIED_EQUAL_ELEMENTS
 
 
 @torch.no_grad()

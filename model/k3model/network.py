@@ -164,6 +164,14 @@ class KimiK3ForConditionalGeneration(nn.Module):
         """
         if (pixel_values is None) != (grid_thws is None):
             raise ValueError("pixel_values and grid_thws come together")
+        if pixel_values is not None and grid_thws is not None and not len(grid_thws):
+            num_placeholders = int((input_ids == self.config.media_placeholder_token_id).sum())
+            if len(pixel_values) or num_placeholders:
+                raise ValueError(
+                    f"grid_thws holds no image, pixel_values {len(pixel_values)} patches, "
+                    f"input_ids {num_placeholders} placeholders"
+                )
+            pixel_values = grid_thws = None  # a batch without images
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels must be {tuple(input_ids.shape)} like input_ids, got {tuple(labels.shape)}")
         # Checked before images come in, so that messages speak of what the caller gave.

@@ -150,6 +150,16 @@ def test_images_without_a_tower_or_half_given_are_refused(tiny_network: Build) -
         seeing(ids_of([7, P]), pixel_values=images()["pixel_values"])
 
 
+def test_a_batch_without_images_is_a_batch_of_text(tiny_network: Build) -> None:
+    network = tiny_network()
+    ids = ids_of([1, 2, 3])
+    none = {"pixel_values": torch.zeros(0, 3, 14, 14), "grid_thws": torch.zeros(0, 3, dtype=torch.long)}
+
+    assert torch.equal(network(ids, **none).logits, network(ids).logits)
+    with pytest.raises(ValueError, match="1 placeholders"):
+        network(ids_of([1, P, 3]), **none)
+
+
 def test_the_placeholder_is_an_ordinary_token_where_no_images_are_given(tiny_network: Build) -> None:
     assert tiny_network()(ids_of([7, P])).logits.shape == (1, 2, 512)
 

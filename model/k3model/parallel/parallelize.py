@@ -50,8 +50,9 @@ def parallelize(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> None:
         ValueError: heads or experts do not divide.
     """
     layout = mesh.layout
-    if layout.pp > 1 or (layout.cp > 1 and layout.sp > 1):
-        raise ValueError(f"{layout}: pipeline stages, and cp together with sp, have no form in this version")
+    # FSDP's reductions inside a KDA layer would wait for a rank that waits for the state's gradient.
+    if layout.pp > 1 or (layout.cp > 1 and (layout.sp > 1 or layout.shards_parameters)):
+        raise ValueError(f"{layout}: pipeline stages, and cp together with sp or fsdp, have no form in this version")
     shards_heads = _flag(HEAD_SHARD_VARIABLE)
     for module in network.modules():
         if isinstance(module, Experts) and layout.ep > 1:

@@ -125,7 +125,6 @@ LAYOUTS = {
     "fsdp2": FSDP2,
     "sp2_ep2": SP2_EP2,
     "cp2": CP2,
-    "cp2_ep2_fsdp2": Layout(dp=2, cp=2, ep=2, shards_parameters=True),
     "fsdp2_ep2": Layout(dp=2, ep=2, shards_parameters=True),
     "sp2_fsdp1": Layout(sp=2, shards_parameters=True),
     "ep4": Layout(dp=4, ep=4),
@@ -135,7 +134,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("ep4", "cp2_ep2_fsdp2", "sp2_ep2_fsdp2", "sp2_fsdp1")
+SLOW = ("ep4", "sp2_ep2_fsdp2", "sp2_fsdp1")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])

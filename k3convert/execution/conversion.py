@@ -89,7 +89,7 @@ class _Conversion:
         self.started_at: float | None = None
         self.resumed_bytes = 0
         self.num_workers = 0
-        self.statistics: dict[str, Any] = {}
+        self.details: dict[str, Any] = {}
         self._peers_checked = 0.0
 
     def run(self) -> ConversionReport:
@@ -177,14 +177,10 @@ class _Conversion:
             if self.part.count == 1:
                 self.partial.discard()  # the source must change before a run can succeed: there is nothing to resume
             raise error
-        for runner in pool.runners:
-            for name, value in runner.statistics.items():
-                known = self.statistics.get(name)
-                self.statistics[name] = value if known is None else known.merged(value)
 
     def _committed(self, finished: list[Finished]) -> None:
-        for item, digests in finished:
-            self.reader.add(item, digests)
+        for item, result in finished:
+            self.reader.add(item, result)
 
     def _check_peers(self) -> None:
         run = self.part.run
@@ -250,16 +246,16 @@ class _Conversion:
             self.started_at = time.perf_counter()
         finish = finish_dcp if isinstance(plan.finish, DcpFinish) else _finish_hf
         try:
-            self.statistics["finish"] = finish(plan, self.partial.result, self.reader.digests)
+            self.details = finish(plan, self.partial.result, self.reader.digests)
             self.partial.publish(overwrite=self.options.overwrite)
         except OSError as error:
             raise error_of_system(error) from error
         return True
 
     def _report(self, complete: bool, elapsed: float) -> ConversionReport:
-        details = dict(self.statistics.pop("finish", {}))
-        for name, value in self.statistics.items():
-            details[name] = value.document() if hasattr(value, "document") else value
+        details = dict(self.details)
+        if self.reader.figures is not None:
+            details["mxfp4"] = self.reader.figures.document()
         return ConversionReport(
             job=self.plan.job,
             source=self.plan.source,

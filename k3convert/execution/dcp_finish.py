@@ -53,22 +53,22 @@ def finish_dcp(plan: ConversionPlan, result: Path, digests: Mapping[int, str]) -
 
 
 def write_small_files(plan: ConversionPlan, result: Path) -> list[dict[str, Any]]:
-    """Write the plan's small files and copy its assets; one record a file.
+    """Copy the plan's assets and write its small files; one record a file.
 
     Raises:
         BadInput: an asset cannot be read.
     """
     files = []
-    for name, data in plan.small_files.items():
-        path = result / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        files.append({"name": name, "nbytes": len(data), "digest": digest.digest_hex(data)})
     for source, name in plan.asset_copies:
         path = result / name
         path.parent.mkdir(parents=True, exist_ok=True)
         nbytes, value = _copy(Path(source), path)
         files.append({"name": name, "nbytes": nbytes, "digest": value})
+    for name, data in plan.small_files.items():
+        path = result / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        files.append({"name": name, "nbytes": len(data), "digest": digest.digest_hex(data)})
     return files
 
 

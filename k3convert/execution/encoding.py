@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from k3convert.execution.gathering import Array, byte_view, element_dtype, gather_rows, row_bytes
+from k3convert.execution.quantization_figures import QuantizationFigures
 from k3convert.numerics import digest
 from k3convert.numerics.casts import bf16_to_float32, float32_to_bf16
 from k3convert.numerics.mxfp4_decode import decode
@@ -23,42 +23,6 @@ GROUP_SIZE = 32
 MAX_CACHED = 4
 FIRST_UNSAFE_SCALE = 253
 NAN_SCALE = 255
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationStatistics:
-    """What quantising did to all matrices of a conversion."""
-
-    num_matrices: int
-    num_matrices_changed: int
-    blocks: EncodeStatistics
-    largest_error_in: str
-
-    def merged(self, other: QuantizationStatistics) -> QuantizationStatistics:
-        """Both together."""
-        worst = self if self.blocks.max_abs_error >= other.blocks.max_abs_error else other
-        return QuantizationStatistics(
-            self.num_matrices + other.num_matrices,
-            self.num_matrices_changed + other.num_matrices_changed,
-            self.blocks.merged(other.blocks),
-            worst.largest_error_in,
-        )
-
-    def document(self) -> dict[str, Any]:
-        """The figures for a report."""
-        blocks = self.blocks
-        changed = blocks.num_off_grid if blocks.num_changed is None else blocks.num_changed
-        return {
-            "matrices": self.num_matrices,
-            "matrices_changed": self.num_matrices_changed,
-            "blocks": blocks.num_blocks,
-            "blocks_changed": changed,
-            "scales_moved": blocks.num_scale_moved,
-            "blocks_saturated": blocks.num_saturated,
-            "max_abs_error": blocks.max_abs_error,
-            "max_relative_error": blocks.max_relative_error,
-            "max_abs_error_in": self.largest_error_in if blocks.max_abs_error else None,
-        }
 
 
 class ItemEncoder:
@@ -193,9 +157,18 @@ class ItemEncoder:
             total = total.merged(statistics)
         self._finish(gather, hasher)
         changed = total.num_off_grid if total.num_changed is None else total.num_changed
-        mine = QuantizationStatistics(1, int(changed > 0), total, op.name)
-        known = runner.statistics.get("mxfp4")
-        runner.statistics["mxfp4"] = mine if known is None else known.merged(mine)
+        mine = QuantizationFigures(
+            1,
+            int(changed > 0),
+            total.num_blocks,
+            changed,
+            total.num_scale_moved,
+            total.num_saturated,
+            total.max_abs_error,
+            total.max_relative_error,
+            op.name,
+        )
+        runner.figures = mine.merged(runner.figures)
         return packed.tobytes(), scale.tobytes()
 
     def _base(self, place: tuple[int, int] | None, like: Array) -> Array | None:

@@ -1,4 +1,4 @@
-"""The last step of DCP -> HF: the files beside the shards, the index last."""
+"""The last step of DCP -> HF: the files beside the shards. Until the rename none of them has its final place."""
 
 from __future__ import annotations
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from k3convert.errors import BadInput
+from k3convert.errors import BadInput, NotPossibleHere
 from k3convert.planning.plan import DestinationFile, SourceFile
+
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: a checkpoint may have thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class SourceFiles:
     """Sources opened on first use and kept open."""
 
     def __init__(self, sources: Sequence[SourceFile]) -> None:
+        allow_many_files()
         self._sources = sources
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -39,6 +51,11 @@ class SourceFiles:
             try:
                 descriptor = os.open(expected.path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
+                if error.errno in TOO_MANY_FILES:
+                    raise NotPossibleHere(
+                        f"{expected.path} cannot be opened: {error.strerror} ({len(self._descriptors)} are open)",
+                        hint=f"raise the limit for this shell: ulimit -n {2 * len(self._sources) + 1024}",
+                    ) from error
                 raise BadInput(f"{expected.path} cannot be opened: {error.strerror}") from error
             nbytes = os.fstat(descriptor).st_size
             if nbytes != expected.nbytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from k3convert.execution.findings import Findings
+from k3convert.execution.journal import ItemResult
 from k3convert.execution.open_files import SourceFiles
 from k3convert.execution.output_stream import OutputStream
+from k3convert.execution.quantization_figures import QuantizationFigures
 from k3convert.numerics import digest
 from k3convert.planning.plan import (
     NO_SLOT,
@@ -41,14 +42,14 @@ class ItemRunner:
     output: OutputStream
     findings: Findings
     scratch: memoryview
-    statistics: dict[str, Any] = field(default_factory=dict)
+    figures: QuantizationFigures | None = None
     _hashers: dict[int, digest.Hasher] = field(default_factory=dict)
     _digests: dict[int, str] = field(default_factory=dict)
     _encoder: ItemEncoder | None = None
 
-    def run(self, item: Item) -> Mapping[int, str]:
-        """Write one item; the digests of its slots."""
-        self._digests = {}
+    def run(self, item: Item) -> ItemResult:
+        """Write one item; the digests of its slots, and what quantising did."""
+        self._digests, self.figures = {}, None
         self.output.discarding = self.findings.any
         self.output.begin(item.file, item.offset)
         start = self.output.written_bytes
@@ -65,7 +66,7 @@ class ItemRunner:
         assert not self._hashers, "an item ended inside a tensor"
         written = self.output.written_bytes - start
         assert written == item.nbytes, f"{written} bytes were produced for an item of {item.nbytes}"
-        return self._digests
+        return ItemResult(self._digests, self.figures)
 
     def record(self, slot: int, value: str) -> None:
         """Keep the digest of a slot, and compare it with the one that the source recorded."""

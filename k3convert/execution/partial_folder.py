@@ -224,9 +224,9 @@ def _is_of_earlier_attempt(note: Path) -> bool:
 
 
 def _replaceable(folder: Path) -> bool:
-    """A finished checkpoint, or an empty folder."""
+    """A finished checkpoint, or an empty folder; a ``config.json`` alone may be anything."""
     names = {path.name for path in folder.iterdir()}
-    return not names or bool(names & {".metadata", "config.json", "model.safetensors.index.json", "model.safetensors"})
+    return not names or bool(names & {".metadata", "model.safetensors.index.json", "model.safetensors"})
 
 
 def _differences(where: str, earlier: Any, wanted: Any) -> list[str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from k3convert.errors import error_of_system
 from k3convert.execution.findings import Findings
-from k3convert.execution.journal import Journal
+from k3convert.execution.journal import ItemResult, Journal
 from k3convert.execution.open_files import DestinationFiles, SourceFiles
 from k3convert.execution.operations import ItemRunner
 from k3convert.execution.output_stream import OutputStream
@@ -34,7 +34,7 @@ class WorkerBuffers:
     scratch_bytes: int
 
 
-Finished = tuple[int, Mapping[int, str]]
+Finished = tuple[int, ItemResult]
 _Message = Finished | BaseException | None
 
 

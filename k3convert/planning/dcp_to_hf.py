@@ -281,8 +281,7 @@ class _Planner:
         packed, scale, plain = (
             self.options.profile.to_fqn(module + leaf) for leaf in (PACKED_SUFFIX, SCALE_SUFFIX, PLAIN_SUFFIX)
         )
-        if entry.nbytes > self.largest_matrix:
-            self.largest_matrix = 2 * entry.nbytes
+        self.largest_matrix = max(self.largest_matrix, 2 * entry.nbytes)
         if name.endswith(PLAIN_SUFFIX) and plain.fqn not in tensors:
             if packed.fqn in tensors and scale.fqn in tensors:
                 return self._decoded(entry, module, packed.fqn, scale.fqn, packed.expert)

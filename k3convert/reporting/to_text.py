@@ -135,7 +135,8 @@ def verification_text(document: Mapping[str, Any]) -> str:
     what = "structure and digests" if document["digests_known"] else "structure (no digests are recorded)"
     lines = [
         f"{document['path']}: {document['kind']}, {document['num_tensors']:,} tensors, "
-        f"{size_text(document['num_bytes'])} read, content {document['content_digest'][:16]}",
+        f"{size_text(document['num_bytes'])} read, "
+        f"{'recorded ' if document['digests_known'] else ''}content {document['content_digest'][:16]}",
         f"{what}: {'ok' if not document['faults'] else count_text(len(document['faults']), 'FAULT')}",
         *_shown(document["faults"]),
     ]

@@ -13,7 +13,7 @@ from k3convert.checkpoint.hf_folder import CONFIG_NAME, looks_like_hf
 from k3convert.checkpoint.safetensors_header import TensorEntry
 from k3convert.errors import BadMetadata, CensusMismatch, UsageError
 from k3convert.mapping.k3 import EXPERTS_PART, K3, PACKED_SUFFIX, PLAIN_SUFFIX, SCALE_SUFFIX
-from k3convert.mapping.rules import Profile
+from k3convert.mapping.rules import Profile, Slot
 from k3convert.numerics.digest import digest_hex
 from k3convert.planning.base_experts import BaseExperts, experts_of_dcp, experts_of_folder, no_experts
 from k3convert.planning.dcp_source import ChunkReader, DcpSource, contiguous_ranges, open_dcp
@@ -137,7 +137,8 @@ def _make_planner(folder: Path, destination: Path, options: ToHfOptions) -> _Pla
         target = with_experts_form(target, packed=options.experts == "packed")
     if options.max_shard_bytes is not None:
         target = with_max_shard_size(target, options.max_shard_bytes)
-    source = open_dcp(folder, profile, _wanted_fqns(target, profile))
+    experts = _ExpertSlots(profile)
+    source = open_dcp(folder, profile, _wanted_fqns(target, profile, experts))
     reader = ChunkReader(source, 0)
     files = source.files
     if base_source is not None:
@@ -150,18 +151,44 @@ def _make_planner(folder: Path, destination: Path, options: ToHfOptions) -> _Pla
         base = experts_of_dcp(source, 0, profile)
     else:
         base = no_experts()
-    return _Planner(source, destination, options, target, reader, base, files, own)
+    return _Planner(source, destination, options, target, reader, base, files, own, experts)
 
 
-def _wanted_fqns(target: HfTarget, profile: Profile) -> frozenset[str]:
+class _ExpertSlots:
+    """Where an expert matrix may lie: its packed bytes, its scales, its plain weight. Each matrix is mapped once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._known: dict[str, tuple[Slot, Slot, Slot]] = {}
+
+    def of(self, module: str) -> tuple[Slot, Slot, Slot]:
+        """The slots of a module's packed bytes, scales and plain weight."""
+        found = self._known.get(module)
+        if found is None:
+            to_fqn = self._profile.to_fqn
+            found = to_fqn(module + PACKED_SUFFIX), to_fqn(module + SCALE_SUFFIX), to_fqn(module + PLAIN_SUFFIX)
+            self._known[module] = found
+        return found
+
+    def place(self, name: str) -> Slot:
+        """The slot of one tensor of a module."""
+        module, _, leaf = name.rpartition(".")
+        packed, scale, plain = self.of(module)
+        return {PACKED_SUFFIX: packed, SCALE_SUFFIX: scale, PLAIN_SUFFIX: plain}.get(
+            "." + leaf
+        ) or self._profile.to_fqn(name)
+
+
+def _wanted_fqns(target: HfTarget, profile: Profile, experts: _ExpertSlots) -> frozenset[str]:
     """The FQNs that the target's tensors may come from: stacks of either form, and everything else."""
     wanted = set()
     for _, entry in target.tensors():
         name = target.root.to_canonical(entry.name)
-        wanted.add(profile.to_fqn(name).fqn)
         if EXPERTS_PART in name:
-            module = _module(name)
-            wanted.update(profile.to_fqn(module + leaf).fqn for leaf in (PACKED_SUFFIX, SCALE_SUFFIX, PLAIN_SUFFIX))
+            wanted.add(experts.place(name).fqn)
+            wanted.update(slot.fqn for slot in experts.of(_module(name)))
+        else:
+            wanted.add(profile.to_fqn(name).fqn)
     return frozenset(wanted)
 
 
@@ -184,6 +211,7 @@ class _Planner:
     base: BaseExperts
     files: tuple[SourceFile, ...]
     own: Manifest | None
+    experts: _ExpertSlots
     records: dict[str, StoredRecord] = field(default_factory=dict)
     expected: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -270,17 +298,15 @@ class _Planner:
 
     def _ops(self, entry: TensorEntry) -> list[Op]:
         name = self.target.root.to_canonical(entry.name)
-        place = self.options.profile.to_fqn(name)
         tensors = self.source.tensors
         if EXPERTS_PART not in name:
-            if place.fqn in tensors:
-                return self._moved(entry, name, place.fqn, None)
+            fqn = self.options.profile.to_fqn(name).fqn
+            if fqn in tensors:
+                return self._moved(entry, name, fqn, None)
             self.missing.append(name)
             return []
-        module = _module(name)
-        packed, scale, plain = (
-            self.options.profile.to_fqn(module + leaf) for leaf in (PACKED_SUFFIX, SCALE_SUFFIX, PLAIN_SUFFIX)
-        )
+        module, place = _module(name), self.experts.place(name)
+        packed, scale, plain = self.experts.of(module)
         self.largest_matrix = max(self.largest_matrix, 2 * entry.nbytes)
         if name.endswith(PLAIN_SUFFIX) and plain.fqn not in tensors:
             if packed.fqn in tensors and scale.fqn in tensors:

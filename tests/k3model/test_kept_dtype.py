@@ -136,3 +136,13 @@ def test_e11_a_bf16_network_routes_with_the_bias_of_the_file(small: KimiK3ForCon
 
     ids: Tensor = gate(x.bfloat16())[0]
     assert sorted(ids[0].tolist()) == [12, 13, 14, 15]
+
+
+def test_e12_a_network_in_bf16_counts_nothing_in_a_bf16_buffer(
+    tiny_network: Callable[..., KimiK3ForConditionalGeneration],
+) -> None:
+    network = tiny_network().bfloat16()
+
+    low = {name: buffer.dtype for name, buffer in network.named_buffers() if buffer.dtype == torch.bfloat16}
+
+    assert not low

@@ -1,4 +1,4 @@
-"""The pool of processes, the axes of a layout, and the exchanges between ranks."""
+"""The axes of a layout, and the exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ import torch
 from k3model.parallel.layout import Layout
 
 Pools = Callable[[int], Any]
-
-
-def test_a_rank_that_fails_is_reported_and_the_next_job_runs(pool: Pools) -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1: (.|\n)*rank one fails"):
-        pool(2).run("fail_on_rank_one")
-
-    assert pool(2).run("places", layout=Layout(sp=2))[1]["sp"] == (1, [0, 1])
-
-
-def test_a_rank_that_hangs_is_killed(pool: Pools) -> None:
-    with pytest.raises(TimeoutError, match="rank 1: no answer"):
-        pool(2).run("hang_on_rank_one", timeout_s=1)
-
-    assert pool(2).workers == []
 
 
 def test_row_27_experts_count_the_ranks_of_a_stage_again(pool: Pools) -> None:

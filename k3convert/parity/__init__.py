@@ -1,0 +1,1 @@
+"""Runs of the network under different implementations and layouts, and how far apart their tensors are."""

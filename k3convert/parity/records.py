@@ -1,0 +1,152 @@
+"""Named tensors of one run, as its ranks wrote them, put together again as global tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class Kind(StrEnum):
+    """What a recorded tensor is."""
+
+    OUTPUT = "output"
+    OUTPUT_GRADIENT = "output_gradient"
+    PARAMETER_GRADIENT = "parameter_gradient"
+    LOGITS = "logits"
+    TOKEN_LOSS = "token_loss"
+    LOSS = "loss"
+    GRADIENT_NORM = "gradient_norm"
+    ROUTED_EXPERTS = "routed_experts"
+    ROUTING_SCORES = "routing_scores"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a tensor beside its values.
+
+    Attributes:
+        kind: see ``Kind``.
+        name: FQN of the module or parameter; the kind itself where there is one a run.
+        order: place in the order in which this kind was made; a backward pass runs against the forward's.
+        module_type: class of the module that made it or owns it; empty where none does.
+        layer: text decoder layer, 0-based; None outside of them.
+        impl: ``op/variant/impl`` of the ops that the module holds, joined by ``+``; empty for none.
+        dtype: torch's name without ``torch.``.
+        shape: of the global tensor.
+    """
+
+    kind: Kind
+    name: str
+    order: int
+    module_type: str
+    layer: int | None
+    impl: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[Kind, str]:
+        """What names the tensor in a run."""
+        return self.kind, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rank's part of a global tensor: ``start`` in each dim, and the part's own shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class ReplicasDiffer(ValueError):
+    """Ranks that hold copies of the same part of a tensor hold different values."""
+
+
+class RankRecords:
+    """What one rank records of a run, in memory until ``save``."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._rows: list[dict[str, object]] = []
+
+    def add(self, entry: Entry, value: Tensor, start: Sequence[int] | None = None) -> None:
+        """Keep a copy of this rank's part of a tensor; ``start`` is zeros where the part is the whole."""
+        chunk = Chunk(tuple(start) if start is not None else (0,) * value.dim(), tuple(value.shape))
+        key = str(len(self._rows))
+        self._tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        self._rows.append({"entry": asdict(entry), "chunk": asdict(chunk), "key": key})
+
+    def save(self, folder: Path, rank: int) -> None:
+        """Write ``rankN.safetensors`` and, after it, ``rankN.json``."""
+        save_file(self._tensors, folder / f"rank{rank}.safetensors")
+        (folder / f"rank{rank}.json").write_text(json.dumps(self._rows))
+
+
+class Run:
+    """All tensors of one run.
+
+    Args:
+        folder: where the ranks of the run saved their records.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[tuple[Kind, str], Entry] = {}
+        self._parts: dict[tuple[Kind, str], list[tuple[str, str, Chunk]]] = {}
+        for path in sorted(folder.glob("rank*.json")):
+            for row in json.loads(path.read_text()):
+                fields, chunk = row["entry"], row["chunk"]
+                entry = Entry(**(fields | {"kind": Kind(fields["kind"]), "shape": tuple(fields["shape"])}))
+                part = (path.stem, row["key"], Chunk(tuple(chunk["start"]), tuple(chunk["shape"])))
+                self.entries.setdefault(entry.key, entry)
+                self._parts.setdefault(entry.key, []).append(part)
+
+    def of_kind(self, kind: Kind) -> Iterator[Entry]:
+        """Entries of a kind in the order in which they were made."""
+        return iter(sorted((entry for entry in self.entries.values() if entry.kind is kind), key=lambda e: e.order))
+
+    def tensor(self, kind: Kind, name: str) -> Tensor:
+        """The global tensor, on the CPU, in its own dtype.
+
+        Raises:
+            KeyError: the run recorded no such tensor.
+            ValueError: the parts do not cover it.
+            ReplicasDiffer: two ranks hold different copies of a part; the message says how many elements differ.
+        """
+        entry = self.entries[kind, name]
+        out = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        covered = torch.zeros(entry.shape, dtype=torch.bool)
+        for stem, key, chunk in self._parts[kind, name]:
+            with safe_open(self.folder / f"{stem}.safetensors", framework="pt") as file:
+                part = file.get_tensor(key)
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
+            seen = covered[place]
+            if bool(seen.any()):
+                differs = (_bits(out[place]) != _bits(part)) & seen
+                if bool(differs.any()):
+                    raise ReplicasDiffer(f"{name} ({kind}): {int(differs.sum())} elements of {stem}'s copy differ")
+            out[place] = part
+            covered[place] = True
+        if not bool(covered.all()):
+            raise ValueError(f"{name} ({kind}): {int((~covered).sum())} of {covered.numel()} elements are on no rank")
+        return out
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def tensors_of(run: Run, kind: Kind) -> Mapping[str, Tensor]:
+    """Every tensor of a kind, by name, in order."""
+    return {entry.name: run.tensor(kind, entry.name) for entry in run.of_kind(kind)}

@@ -1,1 +1,1 @@
-"""A short training run that proves a set-up: recipe, data, steps, checkpoints, verdict."""
+"""Training runs of minutes: recipes, data, the loop, its checkpoints and its verdict."""

@@ -13,11 +13,11 @@ from k3kernels import OpsConfig, using
 from k3model.config import KimiK3Config
 from k3model.initialisation import initialise
 from k3model.text.decoder import TextDecoder
-from k3model.text.documents import find_documents
-from k3model.text.language_head import LanguageHead, shift_labels
-from k3model.vision.placeholders import expand
+from k3model.text.documents import Documents, find_documents
+from k3model.text.language_head import HeadOutput, LanguageHead, shift_labels
+from k3model.vision.placeholders import Expansion, expand
 from k3model.vision.projector import Projector
-from k3model.vision.tower import VisionTower
+from k3model.vision.tower import VisionTower, checked_grids, num_image_tokens
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,32 @@ class K3Output:
         logits: ``[B, expanded T, vocabulary]`` in the model's dtype, or None where ``with_logits`` was false.
         loss: float32, the mean over counted labels (zero where none is counted); None without labels.
         loss_sum: float32, the sum over counted labels, for one denominator over several batches or ranks.
+        token_losses: float32 ``[B, expanded T]``, the terms of that sum, 0 where not counted; without gradient.
         num_labels: int64, how many labels were counted.
     """
 
     logits: Tensor | None
     loss: Tensor | None
     loss_sum: Tensor | None
+    token_losses: Tensor | None
     num_labels: Tensor | None
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where the tokens of a batch go, images included.
+
+    Attributes:
+        tokens: of a row, images expanded.
+        documents: what belongs together.
+        expansion: how images come in; None where there are none.
+        shifted_labels: int64 ``[B, tokens]``, what each position predicts; None without labels.
+    """
+
+    tokens: int
+    documents: Documents
+    expansion: Expansion | None
+    shifted_labels: Tensor | None
 
 
 class LanguageModel(nn.Module):
@@ -65,6 +84,8 @@ class KimiK3ForConditionalGeneration(nn.Module):
     Attributes:
         share_of_tokens: of ``[B, T, ...]``, the tokens that this process computes, as a parallel layout has it; None:
             all of them. Layers still get the documents of all tokens.
+        without_images: what the embeddings of a batch without images pass through, where a parallel layout needs the
+            vision parameters to get a gradient of zeros; None: nothing.
 
     Raises:
         KeyError, RuntimeError: an implementation is unknown or not usable here.
@@ -74,6 +95,7 @@ class KimiK3ForConditionalGeneration(nn.Module):
         super().__init__()
         self.config = config
         self.share_of_tokens: Callable[[Tensor], Tensor] | None = None
+        self.without_images: Callable[[Tensor], Tensor] | None = None
         chosen = ops if ops is None or isinstance(ops, OpsConfig) else OpsConfig.of(ops)
         with nullcontext() if chosen is None else using(chosen):
             self.language_model = LanguageModel(config)
@@ -137,6 +159,50 @@ class KimiK3ForConditionalGeneration(nn.Module):
         out: Tensor = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
         return out
 
+    def arrange(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Arrangement:
+        """Work out where the tokens of a batch go. Reads no weight; arguments are those of ``forward``.
+
+        Raises:
+            ValueError: arguments that do not belong together; the message says which.
+        """
+        if (pixel_values is None) != (grid_thws is None):
+            raise ValueError("pixel_values and grid_thws come together")
+        if pixel_values is not None and grid_thws is not None and not len(grid_thws):
+            num_placeholders = int((input_ids == self.config.media_placeholder_token_id).sum())
+            if len(pixel_values) or num_placeholders:
+                raise ValueError(
+                    f"grid_thws holds no image, pixel_values {len(pixel_values)} patches, "
+                    f"input_ids {num_placeholders} placeholders"
+                )
+            pixel_values = grid_thws = None  # a batch without images
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels must be {tuple(input_ids.shape)} like input_ids, got {tuple(labels.shape)}")
+        # Checked before images come in, so that messages speak of what the caller gave.
+        documents = find_documents(input_ids, attention_mask, cu_seqlens)
+        expansion, tokens = None, input_ids.shape[1]
+        if pixel_values is not None and grid_thws is not None:
+            vision = self.config.vision
+            if vision is None:
+                raise ValueError("pixel_values were given, but the config has no vision_config")
+            num_tokens = num_image_tokens(vision, checked_grids(vision, pixel_values, grid_thws))
+            expansion = expand(
+                input_ids, self.config.media_placeholder_token_id, num_tokens, attention_mask, cu_seqlens
+            )
+            tokens = expansion.length
+            labels = None if labels is None else expansion.labels(labels, self.config.ignore_index)
+            like = input_ids.new_empty(1).expand(expansion.batch, tokens)
+            documents = find_documents(like, expansion.attention_mask, expansion.cu_seqlens)
+        shifted = None if labels is None else shift_labels(labels, documents, self.config.ignore_index)
+        return Arrangement(tokens, documents, expansion, shifted)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -162,35 +228,25 @@ class KimiK3ForConditionalGeneration(nn.Module):
         Raises:
             ValueError: arguments that do not belong together; the message says which.
         """
-        if (pixel_values is None) != (grid_thws is None):
-            raise ValueError("pixel_values and grid_thws come together")
-        if pixel_values is not None and grid_thws is not None and not len(grid_thws):
-            num_placeholders = int((input_ids == self.config.media_placeholder_token_id).sum())
-            if len(pixel_values) or num_placeholders:
-                raise ValueError(
-                    f"grid_thws holds no image, pixel_values {len(pixel_values)} patches, "
-                    f"input_ids {num_placeholders} placeholders"
-                )
-            pixel_values = grid_thws = None  # a batch without images
-        if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels must be {tuple(input_ids.shape)} like input_ids, got {tuple(labels.shape)}")
-        # Checked before images come in, so that messages speak of what the caller gave.
-        documents = find_documents(input_ids, attention_mask, cu_seqlens)
-        embeddings = self.language_model.model.embed_tokens(input_ids)
-        if pixel_values is not None and grid_thws is not None:
-            features = self.image_features(pixel_values, grid_thws)
-            placeholder_id = self.config.media_placeholder_token_id
-            num_tokens = self.vision_tower.num_tokens(grid_thws)
-            expansion = expand(input_ids, placeholder_id, num_tokens, attention_mask, cu_seqlens)
-            embeddings = expansion.embeddings(embeddings, features)
-            labels = None if labels is None else expansion.labels(labels, self.config.ignore_index)
-            documents = find_documents(embeddings, expansion.attention_mask, expansion.cu_seqlens)
+        arranged = self.arrange(input_ids, attention_mask, cu_seqlens, pixel_values, grid_thws, labels)
+        embeddings = self._embed(input_ids, arranged, pixel_values, grid_thws)
         # Shifted before it is shared: the label of a share's last token is the next share's first.
-        shifted = None if labels is None else shift_labels(labels, documents, self.config.ignore_index)
+        shifted = arranged.shifted_labels
         if self.share_of_tokens is not None:
             embeddings = self.share_of_tokens(embeddings)
             shifted = None if shifted is None else self.share_of_tokens(shifted)
-        hidden = self.language_model.model(embeddings, documents)
-        logits, loss_sum, num_labels = self.language_model.lm_head(hidden, shifted, with_logits=with_logits)
-        loss = None if loss_sum is None else loss_sum / num_labels.clamp(min=1)
-        return K3Output(logits, loss, loss_sum, num_labels)
+        hidden = self.language_model.model(embeddings, documents=arranged.documents)
+        head: HeadOutput = self.language_model.lm_head(hidden, shifted, with_logits=with_logits)
+        loss = None
+        if head.loss_sum is not None and head.num_labels is not None:
+            loss = head.loss_sum / head.num_labels.clamp(min=1)
+        return K3Output(head.logits, loss, head.loss_sum, head.token_losses, head.num_labels)
+
+    def _embed(
+        self, input_ids: Tensor, arranged: Arrangement, pixel_values: Tensor | None, grid_thws: Tensor | None
+    ) -> Tensor:
+        """Tokens and images in their places: ``[B, expanded T, hidden]``."""
+        embeddings: Tensor = self.language_model.model.embed_tokens(input_ids)
+        if arranged.expansion is None or pixel_values is None or grid_thws is None:
+            return embeddings if self.without_images is None else self.without_images(embeddings)
+        return arranged.expansion.embeddings(embeddings, self.image_features(pixel_values, grid_thws))

@@ -35,10 +35,18 @@ class TextDecoder(nn.Module):
             self.mix = ResidualMix()
         self.activation_checkpointing = False
 
-    def forward(self, embeddings_BTD: Tensor, documents: Documents) -> Tensor:
-        """``[B, T, hidden]`` to ``[B, T, hidden]``."""
-        stream = self.run_layers((embeddings_BTD,), documents)
-        return self.finish(*stream)
+    def forward(self, prefix: Tensor, *bank: Tensor, documents: Documents) -> Tensor:
+        """Run the layers that are here, then the last mix and norm.
+
+        Args:
+            prefix: ``[B, T, hidden]``: the embeddings, or the running sum that the stage before hands on.
+            bank: finished blocks that come with it, each ``[B, T, hidden]``.
+            documents: what belongs together.
+
+        Returns:
+            ``[B, T, hidden]``.
+        """
+        return self.finish(*self.run_layers((prefix, *bank), documents))
 
     def run_layers(self, stream: tuple[Tensor, ...], documents: Documents) -> tuple[Tensor, ...]:
         """Run the layers that are here on a running sum and its bank, as a pipeline stage would."""

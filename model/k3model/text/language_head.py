@@ -17,11 +17,13 @@ class HeadOutput(NamedTuple):
     Attributes:
         logits: ``[B, T, vocabulary]``, or None where nobody asked.
         loss_sum: float32, the sum over counted labels; None without labels.
+        token_losses: float32 ``[B, T]``, its terms, 0 where not counted, without gradient; None without labels.
         num_labels: int64, how many labels were counted; None without labels.
     """
 
     logits: Tensor | None
     loss_sum: Tensor | None
+    token_losses: Tensor | None
     num_labels: Tensor | None
 
 
@@ -42,11 +44,11 @@ class LanguageHead(nn.Linear):
         """Project, and sum the cross entropy of ``shifted_labels_BT`` where they are given."""
         logits = nn.functional.linear(hidden_BTD, self.weight) if with_logits else None
         if shifted_labels_BT is None:
-            return HeadOutput(logits, None, None)
-        loss_sum, num_labels = self.cross_entropy(
+            return HeadOutput(logits, None, None, None)
+        loss_sum, token_losses, num_labels = self.cross_entropy(
             hidden_BTD, self.weight, shifted_labels_BT, ignore_index=self.ignore_index
         )
-        return HeadOutput(logits, loss_sum, num_labels)
+        return HeadOutput(logits, loss_sum, token_losses, num_labels)
 
 
 def shift_labels(labels_BT: Tensor, documents: Documents, ignore_index: int) -> Tensor:

@@ -116,36 +116,11 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: the grids do not fit the patches, the kernel or the longest clip.
         """
-        grids = self.checked_grids(pixel_values, grid_thws)
+        grids = checked_grids(self.config, pixel_values, grid_thws)
         x_LD = self.encoder(self.patch_embed(pixel_values, grids), grids)
         lengths = [frames * rows * columns for frames, rows, columns in grids]
         merged = [self._merge(x, grid) for x, grid in zip(x_LD.split_with_sizes(lengths), grids, strict=True)]
         return torch.cat(merged)
-
-    def checked_grids(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Grid]:
-        """The grids as numbers.
-
-        Raises:
-            ValueError: the grids do not fit the patches, the kernel or the longest clip.
-        """
-        grids: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grid_thws.tolist()]
-        kernel_rows, kernel_columns = self.config.merge_kernel_size
-        for frames, rows, columns in grids:
-            if not 1 <= frames <= self.config.max_frames:
-                raise ValueError(f"an image of {frames} frames; the tower takes 1..{self.config.max_frames}")
-            if rows < 1 or columns < 1 or rows % kernel_rows or columns % kernel_columns:
-                raise ValueError(
-                    f"a grid of {rows} x {columns} patches does not split into {kernel_rows} x {kernel_columns}"
-                )
-        num_patches = sum(frames * rows * columns for frames, rows, columns in grids)
-        if num_patches != pixel_values.shape[0]:
-            raise ValueError(f"the grids describe {num_patches} patches, pixel_values has {pixel_values.shape[0]}")
-        return grids
-
-    def num_tokens(self, grid_thws: Tensor) -> list[int]:
-        """Tokens of the text decoder that each image becomes."""
-        area = self.config.merge_kernel_size[0] * self.config.merge_kernel_size[1]
-        return [int(rows) * int(columns) // area for _, rows, columns in grid_thws.tolist()]
 
     def _merge(self, x_LD: Tensor, grid: Grid) -> Tensor:
         """Average over frames, and bring the patches of one kernel together, row by row."""
@@ -154,3 +129,30 @@ class VisionTower(nn.Module):
         x = x_LD.view(frames, rows // kernel_rows, kernel_rows, columns // kernel_columns, kernel_columns, -1)
         averaged = x.permute(0, 1, 3, 2, 4, 5).mean(dim=0)
         return averaged.flatten(2, 3).flatten(0, 1)
+
+
+def checked_grids(config: VisionConfig, pixel_values: Tensor, grid_thws: Tensor) -> list[Grid]:
+    """The grids as numbers.
+
+    Raises:
+        ValueError: the grids do not fit the patches, the kernel or the longest clip.
+    """
+    grids: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grid_thws.tolist()]
+    kernel_rows, kernel_columns = config.merge_kernel_size
+    for frames, rows, columns in grids:
+        if not 1 <= frames <= config.max_frames:
+            raise ValueError(f"an image of {frames} frames; the tower takes 1..{config.max_frames}")
+        if rows < 1 or columns < 1 or rows % kernel_rows or columns % kernel_columns:
+            raise ValueError(
+                f"a grid of {rows} x {columns} patches does not split into {kernel_rows} x {kernel_columns}"
+            )
+    num_patches = sum(frames * rows * columns for frames, rows, columns in grids)
+    if num_patches != pixel_values.shape[0]:
+        raise ValueError(f"the grids describe {num_patches} patches, pixel_values has {pixel_values.shape[0]}")
+    return grids
+
+
+def num_image_tokens(config: VisionConfig, grids: list[Grid]) -> list[int]:
+    """Tokens of the text decoder that each image becomes."""
+    area = config.merge_kernel_size[0] * config.merge_kernel_size[1]
+    return [rows * columns // area for _, rows, columns in grids]

@@ -1,4 +1,4 @@
-"""Cross entropy as a sum and a count: one denominator, however the tokens are cut."""
+"""Cross entropy as losses, a sum and a count: one denominator, however the tokens are cut."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_sum_and_count_give_torchs_mean(standard: K3Op) -> None:
     hidden, weight, labels = make()
     logits = hidden @ weight.T
 
-    total, count = standard(logits, labels)
+    total, _, count = standard(logits, labels)
 
     torch.testing.assert_close(total / count, torch.nn.functional.cross_entropy(logits, labels), rtol=1e-14, atol=0)
     assert count.item() == TOKENS - 10
@@ -46,10 +46,10 @@ def test_row_18_loss_and_gradients_are_those_of_full_logits(chunked: K3Op, stand
     hidden, weight, labels = make()
     leaves = [t.requires_grad_() for t in (hidden, weight)]
 
-    total, count = chunked(*leaves, labels, chunk_size=chunk_size)
+    total, _, count = chunked(*leaves, labels, chunk_size=chunk_size)
     grads = torch.autograd.grad(total / count, leaves)
 
-    want, want_count = standard(hidden @ weight.T, labels)
+    want, _, want_count = standard(hidden @ weight.T, labels)
     torch.testing.assert_close(total, want, rtol=1e-14, atol=0)
     assert torch.equal(count, want_count)
     for grad, wanted in zip(grads, torch.autograd.grad(want / want_count, leaves), strict=True):
@@ -58,19 +58,19 @@ def test_row_18_loss_and_gradients_are_those_of_full_logits(chunked: K3Op, stand
 
 def test_row_18_parts_of_a_batch_share_one_denominator(chunked: K3Op) -> None:
     hidden, weight, labels = make()
-    whole, count = chunked(hidden, weight, labels)
+    whole, _, count = chunked(hidden, weight, labels)
 
     parts = [chunked(hidden[rows], weight, labels[rows]) for rows in (slice(0, 7), slice(7, 14), slice(14, None))]
 
-    torch.testing.assert_close(sum(total for total, _ in parts), whole, rtol=1e-14, atol=0)
-    assert sum(int(n) for _, n in parts) == count
+    torch.testing.assert_close(sum(total for total, *_ in parts), whole, rtol=1e-14, atol=0)
+    assert sum(int(n) for *_, n in parts) == count
 
 
 def test_row_18_a_chunk_without_counted_tokens_adds_nothing(chunked: K3Op) -> None:
     hidden, weight, labels = make()
     leaf = hidden.clone().requires_grad_()
 
-    total, count = chunked(leaf, weight, labels, chunk_size=5)
+    total, _, count = chunked(leaf, weight, labels, chunk_size=5)
     total.backward()
 
     assert leaf.grad is not None
@@ -82,7 +82,7 @@ def test_row_18_nothing_counted_is_zero_with_zero_gradients(chunked: K3Op) -> No
     hidden, weight, labels = make()
     leaf = hidden.clone().requires_grad_()
 
-    total, count = chunked(leaf, weight, torch.full_like(labels, IGNORED))
+    total, _, count = chunked(leaf, weight, torch.full_like(labels, IGNORED))
     total.backward()
 
     assert (total.item(), count.item()) == (0.0, 0)
@@ -95,16 +95,30 @@ def test_row_18_an_infinite_logit_of_an_ignored_token_is_harmless(chunked: K3Op)
     hidden[6] = torch.inf
     leaf = weight.clone().requires_grad_()
 
-    total, _ = chunked(hidden[torch.arange(TOKENS) != 6], leaf, labels[torch.arange(TOKENS) != 6])
+    total, *_ = chunked(hidden[torch.arange(TOKENS) != 6], leaf, labels[torch.arange(TOKENS) != 6])
 
     assert torch.isfinite(total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_sum_is_that_of_the_tokens_losses_in_their_places(chunked: K3Op, dtype: torch.dtype) -> None:
+    hidden, weight, labels = make(dtype)
+
+    total, token_losses, _ = chunked(hidden.view(1, TOKENS, WIDTH), weight, labels[None], chunk_size=5)
+
+    logits = (hidden @ weight.T).to(token_losses.dtype)
+    want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")[None]
+    # the row counts of the products differ, and bfloat16 rounds what they sum in another order
+    torch.testing.assert_close(token_losses, want, rtol=1e-14 if dtype == torch.float64 else 1e-2, atol=0)
+    assert torch.equal(total, token_losses.sum())
+    assert not token_losses.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_softmax_is_in_float32_on_rounded_logits(chunked: K3Op, dtype: torch.dtype) -> None:
     hidden, weight, labels = make(dtype)
 
-    total, _ = chunked(hidden, weight, labels, chunk_size=TOKENS)
+    total, *_ = chunked(hidden, weight, labels, chunk_size=TOKENS)
 
     want = torch.nn.functional.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
     assert total.dtype == torch.float32
@@ -115,7 +129,7 @@ def test_leading_dims_are_kept(chunked: K3Op) -> None:
     hidden, weight, labels = make()
     leaf = hidden.view(1, TOKENS, WIDTH).clone().requires_grad_()
 
-    total, _ = chunked(leaf, weight, labels[None])
+    total, *_ = chunked(leaf, weight, labels[None])
     total.backward()
 
     assert leaf.grad is not None
@@ -144,7 +158,7 @@ def test_chunk_loss_makes_no_gradients_that_nobody_wants() -> None:
     with torch.no_grad(), saved_tensors_hooks(lambda x: kept.append(x), lambda x: x):
         op(hidden.requires_grad_(), weight.requires_grad_(), labels)
     frozen_head = weight.detach()
-    total, _ = op(hidden, frozen_head, labels)
+    total, *_ = op(hidden, frozen_head, labels)
     total.backward()
 
     assert kept == []

@@ -1,4 +1,4 @@
-"""Token-level cross entropy: a sum and a count, so that the caller has one denominator for the whole batch."""
+"""Token-level cross entropy: losses, sum and count, so that the caller has one denominator for the whole batch."""
 
 from __future__ import annotations
 

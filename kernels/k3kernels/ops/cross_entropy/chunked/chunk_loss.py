@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from k3kernels.ops.cross_entropy.chunked.eager import CHUNK_TOKENS, check_head
-from k3kernels.ops.cross_entropy.standard.eager import IGNORE_INDEX
+from k3kernels.ops.cross_entropy.standard.eager import IGNORE_INDEX, CrossEntropy
 from k3kernels.precision import inside_dtype
 
 
@@ -24,7 +24,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = CHUNK_TOKENS,
-) -> tuple[Tensor, Tensor]:
+) -> CrossEntropy:
     """See ``eager.linear_cross_entropy``. Differentiable once.
 
     Peak memory beyond the inputs: ``chunk_size x V`` logits twice in the inside dtype, and the gradients themselves;
@@ -33,20 +33,20 @@ def linear_cross_entropy(
     check_head(hidden, weight, labels, chunk_size)
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _ChunkedSum.apply
-    total = apply(flat, weight, labels.reshape(-1), ignore_index, chunk_size, torch.is_grad_enabled())
-    return total, (labels != ignore_index).sum()
+    total, losses = apply(flat, weight, labels.reshape(-1), ignore_index, chunk_size, torch.is_grad_enabled())
+    return CrossEntropy(total, losses.view(labels.shape), (labels != ignore_index).sum())
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum, with the gradients of hidden and weight for a factor of one kept for the backward."""
+    """The sum and its terms, with the sum's gradients of hidden and weight kept for the backward."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, chunk_size: int, wants_grad: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (wants_grad and wanted for wanted in ctx.needs_input_grad[:2])
         inside = inside_dtype(hidden)
-        total = hidden.new_zeros((), dtype=inside)
+        losses = hidden.new_zeros(len(hidden), dtype=inside)
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=inside) if wants_weight else None
         for start in range(0, len(hidden), chunk_size):
@@ -54,7 +54,7 @@ class _ChunkedSum(torch.autograd.Function):
             counted = labels[rows] != ignore_index
             label = labels[rows].where(counted, 0)[:, None]
             log_probability = torch.log_softmax((hidden[rows] @ weight.T).to(inside), -1)
-            total -= log_probability.gather(1, label)[:, 0].where(counted, 0).sum()
+            losses[rows] = -log_probability.gather(1, label)[:, 0].where(counted, 0)
             if grad_hidden is None and grad_weight is None:
                 continue
             grad_logits = log_probability.exp_()
@@ -65,10 +65,11 @@ class _ChunkedSum(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return total
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
         return (*scaled, None, None, None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3kernels.ops.cross_entropy.standard.eager import IGNORE_INDEX, cross_entropy
+from k3kernels.ops.cross_entropy.standard.eager import IGNORE_INDEX, CrossEntropy, cross_entropy
 
 CHUNK_TOKENS = 1024
 
@@ -16,8 +16,8 @@ def linear_cross_entropy(
     *,
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = CHUNK_TOKENS,
-) -> tuple[Tensor, Tensor]:
-    """``cross_entropy(hidden @ weight.T, labels)``, see the standard variant: a sum and a count.
+) -> CrossEntropy:
+    """``cross_entropy(hidden @ weight.T, labels)``, see the standard variant.
 
     Args:
         hidden: ``[..., D]``, after the final norm.
@@ -28,8 +28,8 @@ def linear_cross_entropy(
             implementation makes all of them at once.
 
     Returns:
-        The sum, 0-d in the inside dtype, and the count, int64 0-d. Logits are rounded to hidden's dtype before the
-        log-softmax in the inside dtype.
+        The sum, the losses and the count. Logits are rounded to hidden's dtype before the log-softmax in the inside
+        dtype.
 
     Raises:
         ValueError: shapes that do not belong together, or a chunk size below 1.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -10,8 +12,23 @@ from k3kernels.precision import inside_dtype
 IGNORE_INDEX = -100
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> tuple[Tensor, Tensor]:
-    """The sum of ``-log softmax(logits)[label]`` over the counted tokens, and their number.
+class CrossEntropy(NamedTuple):
+    """The losses of all tokens, and what is derived from them.
+
+    Attributes:
+        total: 0-d in the inside dtype, the sum of ``token_losses``. Gradients go back from here.
+        token_losses: ``[...]`` in the inside dtype, ``-log softmax(logits)[label]``, 0 where not counted. No gradient:
+            they are there to be summed over ranks in an order of the caller's choice.
+        count: int64 0-d, how many tokens are counted.
+    """
+
+    total: Tensor
+    token_losses: Tensor
+    count: Tensor
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> CrossEntropy:
+    """``-log softmax(logits)[label]`` of every counted token, their sum and their number.
 
     The caller divides by one denominator for the whole batch, over all ranks and micro-batches. Nothing is shifted
     here.
@@ -22,8 +39,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_
         ignore_index: The label that is not counted.
 
     Returns:
-        The sum, 0-d in the inside dtype, and the count, int64 0-d. Without a counted token both are 0, and so is the
-        gradient.
+        Without a counted token the sum and the count are 0, and so is the gradient.
 
     Raises:
         ValueError: there is not one label for every row of logits.
@@ -31,5 +47,5 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}: {tuple(labels.shape)}")
     flat = logits.reshape(-1, logits.shape[-1]).to(inside_dtype(logits))
-    total = functional.cross_entropy(flat, labels.reshape(-1), ignore_index=ignore_index, reduction="sum")
-    return total, (labels != ignore_index).sum()
+    losses = functional.cross_entropy(flat, labels.reshape(-1), ignore_index=ignore_index, reduction="none")
+    return CrossEntropy(losses.sum(), losses.detach().view(labels.shape), (labels != ignore_index).sum())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -38,11 +40,42 @@ def shard_parameters(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Non
         units += [text.model.embed_tokens, text.lm_head]
     for unit in (*units, network):
         fully_shard(unit, mesh=mesh.data, mp_policy=_precision(unit))
+    if network.config.vision is not None:
+        network.without_images = ReachedVision(network.vision_tower, network.mm_projector)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that scales, and there is nothing to scale by.
             module.set_force_sum_reduction_for_comms(True)
+
+
+class _Reached(torch.autograd.Function):
+    """The identity, whose gradient for every parameter beside it is zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+class ReachedVision:
+    """Gives the vision parameters a gradient of zeros on a rank whose batch has no image.
+
+    FSDP2 reduces the gradients that a rank has: without some of them its message is shorter than the others'.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = modules
+
+    def __call__(self, embeddings_BTD: Tensor) -> Tensor:
+        """The embeddings as they are; inside the root's forward, where parameters are whole."""
+        trained = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        out: Tensor = _Reached.apply(embeddings_BTD, *trained)  # type: ignore[no-untyped-call]
+        return out
 
 
 def _precision(module: nn.Module) -> MixedPrecisionPolicy:

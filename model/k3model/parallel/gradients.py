@@ -30,17 +30,16 @@ def sum_gradients(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> None:
     """Sum the gradients of replicated parameters over the ranks that hold copies of them, in place.
 
     Experts are summed over the ranks with the same experts, everything else over all ranks of the stage. A parameter
-    that this rank did not use counts as zeros, so that every rank enters every collective. Parameters that FSDP
-    shards are summed by its backward and are not touched.
+    that nothing reached gets zeros, so that every rank enters every collective, and so that an optimizer sees the same
+    parameters under every layout. Gradients of parameters that FSDP shards are summed by its backward already.
     """
-    if mesh.layout.shards_parameters:
-        return
     experts, others = split_experts(network)
     for parameters, axis in ((experts, "ep_fsdp"), (others, "data")):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=mesh.group(axis))
+            if not mesh.layout.shards_parameters:
+                dist.all_reduce(_local(parameter.grad), group=mesh.group(axis))
 
 
 def gradient_norm(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from transformers import BatchEncoding
 
 from k3model.auto.tokenization import TikTokenTokenizer
-from k3model.vision.image_processing import Chessboard, ImageProcessor, image_prompt
-
-PREPROCESSOR_CONFIG = "preprocessor_config.json"
+from k3model.vision.image_processing import ImageProcessor, image_prompt
+from k3model.vision.image_settings import read_image_processor
 
 
 class KimiK3Processor:
@@ -25,9 +23,7 @@ class KimiK3Processor:
     @classmethod
     def from_pretrained(cls, folder: str | Path, **_: Any) -> KimiK3Processor:
         """Read the tokenizer and ``preprocessor_config.json`` (released limits where it is missing)."""
-        path = Path(folder) / PREPROCESSOR_CONFIG
-        document = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        return cls(TikTokenTokenizer.from_pretrained(folder), _image_processor(document.get("media_proc_cfg", {})))
+        return cls(TikTokenTokenizer.from_pretrained(folder), read_image_processor(Path(folder)))
 
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], *, return_tensors: str | None = "pt", **options: Any
@@ -50,47 +46,6 @@ class KimiK3Processor:
         if images:
             encoded["pixel_values"], encoded["grid_thws"] = self.image_processor(images)
         return encoded
-
-
-def _image_processor(settings: Mapping[str, Any]) -> ImageProcessor:
-    released = ImageProcessor()
-    return ImageProcessor(
-        patch_size=settings.get("patch_size", released.patch_size),
-        merge_size=settings.get("merge_kernel_size", released.merge_size),
-        max_patches=settings.get("in_patch_limit", released.max_patches),
-        max_patches_per_side=settings.get("patch_limit_on_one_side", released.max_patches_per_side),
-        mean=_one_value("image_mean", settings.get("image_mean", released.mean)),
-        std=_one_value("image_std", settings.get("image_std", released.std)),
-        background=_background(settings),
-    )
-
-
-def _background(settings: Mapping[str, Any]) -> Chessboard:
-    """The background of transparent images; only the released kind exists here.
-
-    Raises:
-        ValueError: another pattern, another corner, or filled before resizing.
-    """
-    released = Chessboard()
-    block = settings.get("transparent_bg_config") or {}
-    wanted = {"pattern": "chessboard", "chessboard_square_on_top_left": True}
-    wrong = [f"{name} {block[name]!r}" for name, value in wanted.items() if block.get(name, value) != value]
-    if settings.get("transparent_bg_fill_stage", "after_resize") != "after_resize":
-        wrong.append(f"transparent_bg_fill_stage {settings['transparent_bg_fill_stage']!r}")
-    if wrong:
-        raise ValueError(f"{PREPROCESSOR_CONFIG}: not the released way to fill transparent images: {', '.join(wrong)}")
-    return Chessboard(
-        square_size=block.get("chessboard_square_size", released.square_size),
-        light=block.get("chessboard_white_value", released.light),
-        dark=block.get("chessboard_gray_value", released.dark),
-    )
-
-
-def _one_value(name: str, value: float | Sequence[float]) -> float:
-    values = set(value) if isinstance(value, Sequence) else {value}
-    if len(values) != 1:
-        raise ValueError(f"{name} must be the same for every channel, got {value}")
-    return float(values.pop())
 
 
 def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

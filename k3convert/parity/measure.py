@@ -1,0 +1,314 @@
+"""How far a tensor is from the same tensor of another run, in bits, in units in the last place and in value.
+
+Everything is summed over slices, so that a tensor of billions of elements needs no copy of its own size in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from k3convert.numerics import digest
+
+SLICE_VALUES = 1 << 22
+# Upper ends of the classes of distances; the last class has none.
+ULP_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ULP_CLASSES = (*(str(edge) for edge in ULP_EDGES), f">{ULP_EDGES[-1]}")
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The candidate beside the baseline.
+
+    Attributes:
+        num_different: elements with other bits; -0 and +0 differ.
+        first: flat index of the first of them.
+        at: flat index of the largest absolute difference; None where all finite values are equal.
+        candidate_value: the candidate there.
+        baseline_value: the baseline there.
+        max_abs: the largest absolute difference of finite values.
+        ulp_counts: elements by distance in units in the last place, one count for each of ``ULP_CLASSES``: both zeros
+            are one value, each class holds the distances above the class before it. Sign flips, NaN and infinities are
+            in none of them.
+        max_ulp: the largest distance in ``ulp_counts``.
+        num_sign_flips: elements of opposite sign, neither of them zero.
+        num_non_finite: elements of which one is NaN or an infinity and the other is not the same.
+    """
+
+    num_different: int = 0
+    first: int | None = None
+    at: int | None = None
+    candidate_value: float = 0.0
+    baseline_value: float = 0.0
+    max_abs: float = 0.0
+    ulp_counts: tuple[int, ...] = (0,) * len(ULP_CLASSES)
+    max_ulp: int = 0
+    num_sign_flips: int = 0
+    num_non_finite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """A run's tensor beside the golden one, over the elements that are finite in all runs.
+
+    Attributes:
+        rms: root of the mean squared error.
+        max_abs: largest absolute error.
+        max_rel: largest of ``|error| / max(|golden|, rms of golden)``: small values are judged by the tensor's scale.
+        mean: of the signed error.
+        mean_outward: of the error along the golden value's own sign; rounding towards zero makes it negative.
+        cosine: of the angle between the two; 1 where both are zero.
+        norm_ratio: this norm over the golden one; 1 where both are zero.
+    """
+
+    rms: float
+    max_abs: float
+    max_rel: float
+    mean: float
+    mean_outward: float
+    cosine: float
+    norm_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A tensor of three runs.
+
+    Attributes:
+        num_values: elements.
+        num_judged: elements that are finite in all three.
+        golden_rms: root mean square of the golden ones of these.
+        candidate: its errors against the golden run.
+        baseline: its errors against the golden run.
+        difference: candidate beside baseline.
+        candidate_digest: of the candidate's bytes.
+        baseline_digest: of the baseline's bytes.
+    """
+
+    num_values: int
+    num_judged: int
+    golden_rms: float
+    candidate: Errors
+    baseline: Errors
+    difference: Difference
+    candidate_digest: str
+    baseline_digest: str
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether candidate and baseline have the same bytes."""
+        return self.candidate_digest == self.baseline_digest
+
+
+def measure(
+    candidate: Tensor,
+    baseline: Tensor,
+    golden: Tensor,
+    *,
+    device: str | torch.device = "cpu",
+    slice_values: int = SLICE_VALUES,
+    candidate_digest: str | None = None,
+    baseline_digest: str | None = None,
+) -> Measure:
+    """Measure one tensor of three runs.
+
+    Args:
+        candidate: any floating dtype and shape.
+        baseline: of the candidate's dtype and shape.
+        golden: of the same shape, in a dtype that is as wide or wider.
+        device: where slices are computed; it needs float64.
+        slice_values: elements at a time.
+        candidate_digest: of the whole candidate, where this is a sample of it; None: of what is here.
+        baseline_digest: likewise.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together.
+    """
+    if candidate.shape != baseline.shape or candidate.shape != golden.shape:
+        raise ValueError(f"shapes differ: {tuple(candidate.shape)}, {tuple(baseline.shape)}, {tuple(golden.shape)}")
+    if candidate.dtype != baseline.dtype or not (candidate.is_floating_point() and golden.is_floating_point()):
+        raise ValueError(f"dtypes do not belong together: {candidate.dtype}, {baseline.dtype}, {golden.dtype}")
+    candidate_digest = candidate_digest or tensor_digest(candidate)
+    baseline_digest = baseline_digest or tensor_digest(baseline)
+    flat = tuple(tensor.reshape(-1) for tensor in (candidate, baseline, golden))
+    scale = _finite_rms(flat[2], device, slice_values)
+    sums_c, sums_b, found = _Sums(), _Sums(), Difference(ulp_counts=(0,) * len(ULP_CLASSES))
+    for start in range(0, flat[0].numel(), slice_values):
+        c, b, g = (tensor[start : start + slice_values].to(device) for tensor in flat)
+        if torch.equal(_bits(c), _bits(b)):
+            counts = (b.numel() - int(b.isfinite().logical_not().sum()), *(0,) * (len(ULP_CLASSES) - 1))
+            found = _joined(found, Difference(ulp_counts=counts), start)
+            part = _errors_of((b,), g, scale)[0]
+            sums_c.add(part)
+            sums_b.add(part)
+        else:
+            found = _joined(found, _difference(c, b), start)
+            part_c, part_b = _errors_of((c, b), g, scale)
+            sums_c.add(part_c)
+            sums_b.add(part_b)
+    return Measure(
+        num_values=flat[0].numel(),
+        num_judged=sums_c.num,
+        golden_rms=math.sqrt(sums_c.golden_squares / max(1, sums_c.num)),
+        candidate=sums_c.errors(),
+        baseline=sums_b.errors(),
+        difference=found,
+        candidate_digest=candidate_digest,
+        baseline_digest=baseline_digest,
+    )
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The digest of a tensor's elements in row-major order, little-endian, whatever its layout and device."""
+    running = digest.new()
+    for piece in _slices(tensor.detach().reshape(-1), SLICE_VALUES):
+        raw = piece.cpu().contiguous().view(torch.uint8).numpy()
+        if sys.byteorder == "big":
+            raw = raw.reshape(-1, tensor.element_size())[:, ::-1].copy()
+        running.update(raw.data)
+    return running.hexdigest()
+
+
+def half_ulp(dtype: torch.dtype) -> float:
+    """Half a unit in the last place of 1: the relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass
+class _Sums:
+    """Running sums of one run's errors."""
+
+    num: int = 0
+    squares: float = 0.0
+    total: float = 0.0
+    outward: float = 0.0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    product: float = 0.0
+    own_squares: float = 0.0
+    golden_squares: float = 0.0
+
+    def add(self, part: list[float]) -> None:
+        """Add a slice's sums, in the order of ``_errors_of``."""
+        self.num += int(part[0])
+        self.squares += part[1]
+        self.total += part[2]
+        self.outward += part[3]
+        self.max_abs = max(self.max_abs, part[4])
+        self.max_rel = max(self.max_rel, part[5])
+        self.product += part[6]
+        self.own_squares += part[7]
+        self.golden_squares += part[8]
+
+    def errors(self) -> Errors:
+        """The sums as figures of the whole tensor."""
+        num = max(1, self.num)
+        norms = math.sqrt(self.own_squares) * math.sqrt(self.golden_squares)
+        both_zero = self.own_squares == self.golden_squares == 0
+        ratio = math.inf if self.golden_squares == 0 else math.sqrt(self.own_squares / self.golden_squares)
+        return Errors(
+            rms=math.sqrt(self.squares / num),
+            max_abs=self.max_abs,
+            max_rel=self.max_rel,
+            mean=self.total / num,
+            mean_outward=self.outward / num,
+            cosine=self.product / norms if norms else float(both_zero),
+            norm_ratio=1.0 if both_zero else ratio,
+        )
+
+
+def _errors_of(runs: tuple[Tensor, ...], golden: Tensor, scale: float) -> list[list[float]]:
+    """Sums of the errors of each run over the elements that are finite in all of them and in the golden run."""
+    g = golden.double()
+    own = [run.double() for run in runs]
+    finite = g.isfinite()
+    for value in own:
+        finite &= value.isfinite()
+    num = int(finite.sum())
+    if num < g.numel():
+        g = g.where(finite, 0.0)
+        own = [value.where(finite, 0.0) for value in own]
+    size = g.abs().clamp(min=scale or 1.0)
+    sign, golden_squares = g.sign(), g.dot(g)
+    out = []
+    for value in own:
+        error = value - g
+        away = error.abs()
+        figures = (
+            error.dot(error), error.sum(), error.dot(sign), away.max(), (away / size).max(), value.dot(g),
+            value.dot(value), golden_squares,
+        )  # fmt: skip
+        out.append([num, *torch.stack(figures).tolist()])
+    return out
+
+
+def _difference(c: Tensor, b: Tensor) -> Difference:
+    bits_c, bits_b = _bits(c).long(), _bits(b).long()
+    different = bits_c != bits_b
+    largest = torch.iinfo(_INTEGERS[c.element_size()]).max
+    size_c, size_b = bits_c & largest, bits_b & largest
+    both_finite = c.isfinite() & b.isfinite()
+    flips = both_finite & ((bits_c < 0) != (bits_b < 0)) & (size_c != 0) & (size_b != 0)
+    distance = (size_c - size_b).abs()[both_finite & ~flips]
+    edges = torch.tensor(ULP_EDGES, device=c.device)
+    counts = torch.bincount(torch.bucketize(distance, edges), minlength=len(ULP_CLASSES))
+    same_non_finite = (c == b) | (c.isnan() & b.isnan())
+    away = (c.double() - b.double()).abs().where(both_finite, 0.0)
+    largest_away, at = away.max(dim=0)
+    place = int(at) if float(largest_away) > 0 else None
+    return Difference(
+        num_different=int(different.sum()),
+        first=int(different.to(torch.uint8).argmax()) if bool(different.any()) else None,
+        at=place,
+        candidate_value=0.0 if place is None else float(c[place]),
+        baseline_value=0.0 if place is None else float(b[place]),
+        max_abs=float(largest_away),
+        ulp_counts=tuple(counts.tolist()),
+        max_ulp=int(distance.max()) if distance.numel() else 0,
+        num_sign_flips=int(flips.sum()),
+        num_non_finite=int((~both_finite & ~same_non_finite).sum()),
+    )
+
+
+def _joined(before: Difference, after: Difference, start: int) -> Difference:
+    """Two comparisons of neighbouring slices as one; ``start`` is the flat index of the second's first element."""
+    larger = after if after.max_abs > before.max_abs else before
+    offset = start if larger is after else 0
+    return Difference(
+        num_different=before.num_different + after.num_different,
+        first=before.first if before.first is not None or after.first is None else start + after.first,
+        at=None if larger.at is None else offset + larger.at,
+        candidate_value=larger.candidate_value,
+        baseline_value=larger.baseline_value,
+        max_abs=larger.max_abs,
+        ulp_counts=tuple(a + b for a, b in zip(before.ulp_counts, after.ulp_counts, strict=True)),
+        max_ulp=max(before.max_ulp, after.max_ulp),
+        num_sign_flips=before.num_sign_flips + after.num_sign_flips,
+        num_non_finite=before.num_non_finite + after.num_non_finite,
+    )
+
+
+def _finite_rms(flat: Tensor, device: str | torch.device, slice_values: int) -> float:
+    squares, num = 0.0, 0
+    for piece in _slices(flat, slice_values):
+        value = piece.to(device).double()
+        finite = value.isfinite()
+        value = value.where(finite, 0.0)
+        squares += float(value.dot(value))
+        num += int(finite.sum())
+    return math.sqrt(squares / max(1, num))
+
+
+def _slices(flat: Tensor, slice_values: int) -> Iterator[Tensor]:
+    for start in range(0, flat.numel(), slice_values):
+        yield flat[start : start + slice_values]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,6 +18,8 @@ from torch import Tensor
 class Kind(StrEnum):
     """What a recorded tensor is."""
 
+    INPUT = "input"
+    INPUT_GRADIENT = "input_gradient"
     OUTPUT = "output"
     OUTPUT_GRADIENT = "output_gradient"
     PARAMETER_GRADIENT = "parameter_gradient"
@@ -60,10 +63,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rank's part of a global tensor: ``start`` in each dim, and the part's own shape."""
+    """A rank's part of a global tensor.
+
+    Attributes:
+        start: of the part in each dim.
+        shape: of the part.
+        is_partial: whether ranks hold terms of the same elements, which are summed; otherwise they hold copies.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    is_partial: bool = False
 
 
 class ReplicasDiffer(ValueError):
@@ -75,14 +85,27 @@ class RankRecords:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._rows: list[dict[str, object]] = []
+        self._rows: list[dict[str, Any]] = []
 
-    def add(self, entry: Entry, value: Tensor, start: Sequence[int] | None = None) -> None:
+    def add(self, entry: Entry, value: Tensor, start: Sequence[int] | None = None, *, is_partial: bool = False) -> None:
         """Keep a copy of this rank's part of a tensor; ``start`` is zeros where the part is the whole."""
-        chunk = Chunk(tuple(start) if start is not None else (0,) * value.dim(), tuple(value.shape))
+        chunk = Chunk(tuple(start) if start is not None else (0,) * value.dim(), tuple(value.shape), is_partial)
         key = str(len(self._rows))
         self._tensors[key] = value.detach().to("cpu", copy=True).contiguous()
         self._rows.append({"entry": asdict(entry), "chunk": asdict(chunk), "key": key})
+
+    def differing(self, other: RankRecords) -> set[str]:
+        """Names whose tensors have other bits in the other records, or are in one of the two alone."""
+        here, there = self._by_name(), other._by_name()
+        names = {name for name, _ in here.keys() ^ there.keys()}
+        return names | {key[0] for key in here.keys() & there.keys() if not _same_bits(here[key], there[key])}
+
+    def _by_name(self) -> dict[tuple[str, str], Tensor]:
+        """By kind and name, and by place; one name may have several chunks."""
+        return {
+            (f"{row['entry']['name']} ({row['entry']['kind']})", str(row["chunk"])): self._tensors[row["key"]]
+            for row in self._rows
+        }
 
     def save(self, folder: Path, rank: int) -> None:
         """Write ``rankN.safetensors`` and, after it, ``rankN.json``."""
@@ -105,7 +128,7 @@ class Run:
             for row in json.loads(path.read_text()):
                 fields, chunk = row["entry"], row["chunk"]
                 entry = Entry(**(fields | {"kind": Kind(fields["kind"]), "shape": tuple(fields["shape"])}))
-                part = (path.stem, row["key"], Chunk(tuple(chunk["start"]), tuple(chunk["shape"])))
+                part = (path.stem, row["key"], Chunk(tuple(chunk["start"]), tuple(chunk["shape"]), chunk["is_partial"]))
                 self.entries.setdefault(entry.key, entry)
                 self._parts.setdefault(entry.key, []).append(part)
 
@@ -129,7 +152,10 @@ class Run:
                 part = file.get_tensor(key)
             place = tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
             seen = covered[place]
-            if bool(seen.any()):
+            if chunk.is_partial:
+                # in rank order; a rank without a term has zeros
+                part = torch.where(seen, out[place] + part, part)
+            elif bool(seen.any()):
                 differs = (_bits(out[place]) != _bits(part)) & seen
                 if bool(differs.any()):
                     raise ReplicasDiffer(f"{name} ({kind}): {int(differs.sum())} elements of {stem}'s copy differ")
@@ -145,6 +171,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
 def tensors_of(run: Run, kind: Kind) -> Mapping[str, Tensor]:

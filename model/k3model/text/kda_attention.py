@@ -72,6 +72,24 @@ class KdaStreams(NamedTuple):
     beta_logits: Tensor
 
 
+class KdaInputs(NamedTuple):
+    """What the recurrence reads of each token, after convolutions and activations.
+
+    Attributes:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, H, K]``.
+        v: ``[B, T, H, V]``.
+        g: ``[B, T, H, K]``, the natural logarithm of the decay.
+        beta: ``[B, T, H]``, after its sigmoid.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 class KdaAttention(nn.Module):
     """One KDA layer's attention.
 
@@ -129,44 +147,54 @@ class KdaAttention(nn.Module):
             beta_logits=self.b_proj(x)[..., None],
         )
 
-    def mix(
-        self,
-        streams: KdaStreams,
-        cu_seqlens: Tensor | None,
-        *,
-        heads: slice = ALL,
-    ) -> Tensor:
+    def mix(self, streams: KdaStreams, cu_seqlens: Tensor | None, *, heads: slice = ALL) -> Tensor:
         """Convolutions and recurrence along whole documents, of some heads or all: ``[B, T, H, V]``."""
+        return self.recur(self.prepare(streams, cu_seqlens, heads=heads), cu_seqlens)[0]
+
+    def prepare(
+        self, streams: KdaStreams, cu_seqlens: Tensor | None, history: Tensor | None = None, *, heads: slice = ALL
+    ) -> KdaInputs:
+        """Convolutions and activations of some heads or all.
+
+        Args:
+            streams: of these heads.
+            cu_seqlens: bounds of packed documents.
+            history: ``[N, 3 * H * K, kernel - 1]``, inputs of the three convolutions before each document, in the
+                order q, k, v; None stands for zeros.
+            heads: which heads these are.
+        """
         channels = ALL if heads == ALL else slice(heads.start * self.head_dim, heads.stop * self.head_dim)
+        histories = (None,) * 3 if history is None else history.chunk(3, dim=1)
         q, k, v = (
-            self._heads(convolution(stream.flatten(-2), cu_seqlens, channels=channels))
-            for convolution, stream in (
-                (self.q_conv1d, streams.q),
-                (self.k_conv1d, streams.k),
-                (self.v_conv1d, streams.v),
+            self._heads(convolution(stream.flatten(-2), cu_seqlens, own_history, channels))
+            for convolution, stream, own_history in zip(
+                (self.q_conv1d, self.k_conv1d, self.v_conv1d), streams[:3], histories, strict=True
             )
         )
-        return self.recur(q, k, v, streams, cu_seqlens, heads=heads)[0]
+        # Contiguous: elementwise functions of strided tensors may have other last bits, and a layout may hand on views.
+        logits = streams.beta_logits[..., 0].contiguous()
+        beta = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return KdaInputs(q, k, v, self.decay(streams.z, heads), beta)
 
     def recur(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        streams: KdaStreams,
+        inputs: KdaInputs,
         cu_seqlens: Tensor | None,
         state: Tensor | None = None,
         *,
-        heads: slice = ALL,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence after the convolutions, from a state ``[N, H, K, V]``; None stands for zeros."""
-        g = self.decay(streams.z, heads)
-        logits = streams.beta_logits[..., 0]
-        beta = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        bound = self.decay.lower_bound
+        """The recurrence from a state ``[N, H, K, V]``; None stands for zeros.
+
+        Returns:
+            ``[B, T, H, V]``, and the state after each document where it was asked for.
+        """
         o, final_state = self.kda(
-            q, k, v, g, beta, state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, lower_bound=bound
+            *inputs,
+            state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            lower_bound=self.decay.lower_bound,
         )
         return o, final_state
 

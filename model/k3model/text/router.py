@@ -44,15 +44,26 @@ class Router(KeptDtype):
         Returns:
             Expert ids int64 ``[N, k]`` in no particular order, and their weights ``[N, k]`` in float32.
         """
-        dtype = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = nn.functional.linear(x_ND.to(dtype), self.weight.to(dtype))
-        scores_NE = logits_NE.sigmoid() if self.config.score_function == "sigmoid" else logits_NE.softmax(dim=-1)
-        choice_NE = self._within_groups(scores_NE.detach() + self.e_score_correction_bias.to(dtype))
-        ids_NK = choice_NE.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
+        scores_NE = self.scores(x_ND)
+        ids_NK = self.select(self.choice(scores_NE))
         weights_NK = scores_NE.gather(1, ids_NK)
         if self.config.renormalize and self.config.num_experts_per_token > 1:
             weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + _SUM_FLOOR)
         return ids_NK, weights_NK * self.config.routed_scaling_factor
+
+    def scores(self, x_ND: Tensor) -> Tensor:
+        """Every expert's own score of every token, ``[N, E]`` in float32: what weights are made of."""
+        dtype = torch.promote_types(x_ND.dtype, torch.float32)
+        logits_NE = nn.functional.linear(x_ND.to(dtype), self.weight.to(dtype))
+        return logits_NE.sigmoid() if self.config.score_function == "sigmoid" else logits_NE.softmax(dim=-1)
+
+    def choice(self, scores_NE: Tensor) -> Tensor:
+        """What selects: scores with the correction bias, minus infinity outside of the best groups. No gradient."""
+        return self._within_groups(scores_NE.detach() + self.e_score_correction_bias.to(scores_NE.dtype))
+
+    def select(self, choice_NE: Tensor) -> Tensor:
+        """The ids of the best experts of every token, ``[N, k]``."""
+        return choice_NE.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
 
     def _within_groups(self, choice_NE: Tensor) -> Tensor:
         """Rule out the experts of all but the best groups; a group counts by its two best experts."""

@@ -66,6 +66,12 @@ class MlaAttention(nn.Module):
         """The latent to every head's own key channels and values, side by side: ``[B, S, H, nope + Dv]``."""
         return self._heads(self.kv_b_proj(self.kv_a_layernorm(latent)))
 
+    def expand_heads(self, latent: Tensor, heads: slice) -> Tensor:
+        """As ``expand``, of some heads."""
+        weight_HCR = torch.unflatten(self.kv_b_proj.weight, 0, (self.config.num_heads, -1))[heads]
+        expanded = nn.functional.linear(self.kv_a_layernorm(latent), weight_HCR.flatten(0, 1))
+        return torch.unflatten(expanded, -1, (weight_HCR.shape[0], -1))
+
     def mix(
         self, q: Tensor, key_value: Tensor, shared: Tensor, documents: Documents, *, query_start: int = 0
     ) -> Tensor:

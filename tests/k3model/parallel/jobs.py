@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from k3model.config import KimiK3Config
 from k3model.network import KimiK3ForConditionalGeneration
+from k3model.parallel.context import _state_before
 from k3model.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
 from k3model.parallel.expert_dispatch import shard_experts
 from k3model.parallel.global_loss import global_loss
@@ -26,6 +27,48 @@ from k3model.parallel.parallelize import parallelize
 from k3model.presets import tiny_config_dict
 
 NUM_LAYERS = 4
+
+FOUR_HEADS = {
+    "linear_attn_config": {
+        "full_attn_layers": [4, 5],
+        "gate_lower_bound": -5.0,
+        "head_dim": 32,
+        "kda_layers": [1, 2, 3],
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+        "use_full_rank_gate": False,
+    },
+    "num_hidden_layers": 5,
+}
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(0, 500, (batch, length), generator=torch.Generator().manual_seed(11))
+
+
+def dense() -> dict[str, Tensor]:
+    """Four rows whose labels are counted unequally: in the second half of the rows only a few."""
+    ids = tokens(4, 32)
+    labels = ids.clone()
+    labels[2:, 5:] = -100
+    labels[0, 20:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed() -> dict[str, Tensor]:
+    """Documents in one row, of which some cross every cut."""
+    ids = tokens(1, 144)
+    return {"input_ids": ids, "labels": ids.clone(), "cu_seqlens": torch.tensor([0, 5, 30, 30, 100, 143, 144])}
+
+
+def padded() -> dict[str, Tensor]:
+    """Padding on the right, on the left, on both sides, and of more than the last half of a row."""
+    ids, mask = tokens(4, 24), torch.ones(4, 24, dtype=torch.long)
+    mask[0, 20:], mask[1, :13], mask[2, :2], mask[2, 22:], mask[3, 2:] = 0, 0, 0, 0, 0
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+
+
+BATCHES = {"dense": dense, "packed": packed, "padded": padded}
 
 
 def build_network(
@@ -133,6 +176,17 @@ def exchange_and_back(x: Tensor) -> dict[str, Tensor]:
     gathered = gather_sequence(mine, group)
     (back.square().sum() + gathered.sum()).backward()
     return {"heads": heads.detach(), "back": back.detach(), "gathered": gathered.detach(), "grad": mine.grad}
+
+
+def chain_states(
+    lefts: Tensor, transitions: Tensor, weights: Tensor, first_ranks: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Every rank's state from all ranks' maps, and the gradients of a weighted sum of all states."""
+    rank = dist.get_rank()
+    left, transition = lefts[rank].clone().requires_grad_(), transitions[rank].clone().requires_grad_()
+    state = _state_before(left, transition, first_ranks, dist.group.WORLD)
+    (state * weights[rank]).sum().backward()
+    return {"state": state.detach(), "grad_left": left.grad, "grad_transition": transition.grad}
 
 
 def places(layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""Sequence parallelism by heads: what one process computes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from k3model.parallel.layout import Layout
+from k3model.parallel.sequence import SequenceShare
+
+Pools = Callable[[int], Any]
+Step = dict[str, Any]
+Compare = Callable[..., list[Step]]
+
+SP2 = Layout(sp=2)
+SP2_EP2 = Layout(sp=2, ep=2)
+SP4 = Layout(sp=4)
+
+
+@pytest.mark.parametrize("batch", ["packed", "padded"])
+@pytest.mark.parametrize("layout", [SP2, SP2_EP2], ids=["sp2", "sp2_ep2"])
+def test_rows_30_31_81_documents_and_padding_cross_the_cut(compare: Compare, layout: Layout, batch: str) -> None:
+    compare(layout, batch)
+
+
+@pytest.mark.parametrize("batch", ["dense", "packed"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_rows_30_31_f01_f09_four_heads_are_shared_by_two_and_four_ranks(
+    compare: Compare, jobs: Any, degree: int, batch: str
+) -> None:
+    compare(Layout(sp=degree), batch, model={"fields": jobs.FOUR_HEADS})
+
+
+@pytest.mark.parametrize("num_heads", [3, 6])
+def test_rows_34_f09_heads_that_the_ranks_do_not_divide_are_refused(pool: Pools, jobs: Any, num_heads: int) -> None:
+    kda = jobs.FOUR_HEADS["linear_attn_config"] | {"num_heads": num_heads}
+    model = {"fields": jobs.FOUR_HEADS | {"linear_attn_config": kda}}
+
+    with pytest.raises(RuntimeError, match=f"{num_heads} heads do not divide into sp=4"):
+        pool(4).run("step", layout=SP4, batch=jobs.dense(), model=model)
+
+
+def test_f03_a_sequence_that_the_ranks_do_not_divide_is_refused(pool: Pools, jobs: Any) -> None:
+    with pytest.raises(RuntimeError, match="33 tokens do not divide into 2 parts; pad the sequence"):
+        pool(2).run("step", layout=SP2, batch={"input_ids": jobs.tokens(1, 33)})
+
+
+@pytest.mark.parametrize("layout", [SP2, Layout(cp=2)], ids=["sp2", "cp2"])
+def test_f03_a_padded_row_computes_what_the_row_computes_without_its_padding(
+    pool: Pools, single: Callable[..., Step], jobs: Any, layout: Layout
+) -> None:
+    ids = jobs.tokens(1, 33)
+    mask, padded_ids, labels = torch.ones(1, 34).long(), torch.zeros(1, 34).long(), torch.full((1, 34), -100)
+    padded_ids[:, :33], labels[:, :33], mask[:, 33:] = ids, ids, 0
+
+    answers = pool(2).run(
+        "step", layout=layout, batch={"input_ids": padded_ids, "labels": labels, "attention_mask": mask}
+    )
+
+    want = single({"input_ids": ids, "labels": ids.clone()})
+    logits = torch.cat([answer["logits"] for answer in answers], dim=1)[:, :33]
+    # float64 sums in another order
+    torch.testing.assert_close(logits, want["logits"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(answers[0]["loss"], want["loss"], rtol=1e-9, atol=0)
+    for name, gradient in want["gradients"].items():
+        torch.testing.assert_close(answers[0]["gradients"][name], gradient, rtol=1e-9, atol=1e-11)
+
+
+def test_the_first_label_of_the_next_rank_is_counted_once(pool: Pools, jobs: Any) -> None:
+    batch = {"input_ids": jobs.tokens(1, 8), "labels": jobs.tokens(1, 8)}
+
+    answers = pool(2).run("step", layout=SP2, batch=batch)
+
+    assert [answer["num_labels"] for answer in answers] == [4, 3]
+
+
+def test_row_32_the_gathering_path_computes_the_same_and_is_another_path(pool: Pools, compare: Compare) -> None:
+    compare(SP2, "packed", variables={"K3_KDA_HEAD_SHARD": "0"})
+    paths = [pool(2).run("kda_path", layout=SP2, variables={"K3_KDA_HEAD_SHARD": value})[0] for value in ("0", "1")]
+
+    assert paths == ["GatheredKda", "HeadShardedKda"]
+
+
+def test_row_32_a_value_that_is_neither_0_nor_1_is_refused(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match="K3_KDA_HEAD_SHARD is 0 or 1, got 'no'"):
+        pool(2).run("kda_path", layout=SP2, variables={"K3_KDA_HEAD_SHARD": "no"})
+
+
+def test_row_31_convolutions_and_decay_of_some_heads_are_those_of_all_heads_bitwise(jobs: Any) -> None:
+    attention = jobs.build_network(torch.float32, num_layers=1).language_model.model.layers["0"].self_attn
+    streams = attention.project(torch.randn(2, 12, 128, generator=torch.Generator().manual_seed(5)))
+    heads = slice(2, 5)
+
+    inputs = attention.prepare(type(streams)(*(stream[:, :, heads] for stream in streams)), None, heads=heads)
+
+    everything = attention.prepare(streams, None)
+    assert [torch.equal(some, all_heads[:, :, heads]) for some, all_heads in zip(inputs, everything, strict=True)] == [
+        True
+    ] * 5
+
+
+def test_f06_shares_are_contiguous_and_in_the_order_of_ranks() -> None:
+    row = torch.arange(24)[None]
+
+    shares = [SequenceShare(place, 4)(row) for place in range(4)]
+
+    assert torch.equal(torch.cat(shares, dim=1), row)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.global_loss import mean_loss
@@ -19,6 +22,7 @@ from k3model.parallel.gradients import gradient_norm
 from k3model.parallel.layout import Layout
 from k3model.parallel.mesh import Mesh
 from k3model.parallel.parallelize import parallelize
+from k3model.parallel.state import optimizer_state, sharded_state
 from k3model.parallel.step import Batch, StepResult, forward_backward
 
 
@@ -114,9 +118,109 @@ def second_step(layout: Layout, rows: Rows) -> None:
 
 
 def loss_of_tokens(layout: Layout, losses_RT: Tensor, num_pieces: int) -> Tensor:
-    """The mean of known token losses, of which this rank has its rows and its run of tokens."""
+    """The mean of known token losses, of which this rank has every other row (or all) and its run of tokens."""
     mesh = mesh_of(layout)
-    rows = losses_RT.chunk(layout.dp)[mesh.place("dp")]
+    rows = losses_RT[mesh.place("dp") :: layout.dp]
     place = mesh.place("cp") * layout.sp + mesh.place("sp")
     mine = rows.chunk(layout.sequence_parts, dim=1)[place]
     return mean_loss(mine.chunk(num_pieces), torch.tensor(losses_RT.numel()), mesh)
+
+
+def trained(
+    layout: Layout, rows: Rows, model: Mapping[str, Any] | None
+) -> tuple[KimiK3ForConditionalGeneration, torch.optim.Optimizer, Mesh]:
+    """A network and its optimizer after one step."""
+    network, mesh = laid_out(layout, torch.float64, model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, foreach=False)
+    forward_backward(network, mesh, micro_batches(rows, mesh, 1))
+    optimizer.step()
+    return network, optimizer, mesh
+
+
+def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of whole tensors; every rank with a part of one takes part."""
+    return {name: sha256(whole(state[name]).detach().numpy().tobytes()).hexdigest() for name in sorted(state)}
+
+
+def next_loss(network: KimiK3ForConditionalGeneration, mesh: Mesh, rows: Rows) -> Tensor:
+    return forward_backward(network, mesh, micro_batches(rows, mesh, 1), backward=False).loss
+
+
+def save(layout: Layout, rows: Rows, folder: Path, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    network, optimizer, mesh = trained(layout, rows, model)
+    state = sharded_state(network, mesh), optimizer_state(network, optimizer, mesh)
+    dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)
+    return {"model": digests(state[0]), "optimizer": digests(state[1]), "loss": next_loss(network, mesh, rows)}
+
+
+def load(layout: Layout, rows: Rows, folder: Path, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Into a network of NaN with a new optimizer."""
+    network = build_network(torch.float64, **(model or {}))
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.data.fill_(torch.nan)
+    mesh = mesh_of(layout)
+    parallelize(network, mesh)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, foreach=False)
+    state = {"model": sharded_state(network, mesh), "optimizer": optimizer_state(network, optimizer, mesh)}
+    dcp.load(state, checkpoint_id=folder)
+    found = {name: digests(part) for name, part in state.items()}
+    return {**found, "loss": next_loss(network, mesh, rows)}
+
+
+def uneven_rows(layout: Layout, num_rows: int, folder: Path, saves: bool) -> dict[str, str]:
+    """A matrix of few rows under FSDP, and its moments: made and saved, or loaded into NaN."""
+    mesh = mesh_of(layout)
+    module = torch.nn.Linear(3, num_rows, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(module.weight, torch.nan)
+    if saves:
+        module.weight.data.copy_(torch.arange(num_rows * 3).view(num_rows, 3))
+    fully_shard(module, mesh=mesh.data)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    if saves:
+        (module(torch.arange(3.0, dtype=torch.float64)) ** 2).sum().backward()
+        optimizer.step()
+    moments = optimizer_state(module, optimizer, mesh)
+    state = {"model": dict(module.state_dict()), "optimizer": moments}
+    if saves:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+    return digests(state["model"]) | digests(state["optimizer"])
+
+
+def begin_optimizer(layout: Layout) -> dict[str, Any]:
+    """What a new optimizer's state does to the network and to a step that one of two parameters has made."""
+    network, mesh = laid_out(layout, torch.float32, {"num_layers": 1})
+    before = digests(sharded_state(network, mesh))
+    parameters = list(network.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    stepped = {name: value for name, value in network.named_parameters() if value is parameters[0]}
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = lr
+    state = optimizer_state(network, optimizer, mesh)
+    return {
+        "unchanged": digests(sharded_state(network, mesh)) == before,
+        "steps": {name: int(value) for name, value in state.items() if name.endswith(".step") and value != 0},
+        "stepped": list(stepped),
+        "gradients": [name for name, p in network.named_parameters() if p.grad is not None],
+        "lr": optimizer.param_groups[0]["lr"],
+    }
+
+
+def doubly_cut(layout: Layout) -> None:
+    """Experts cut along dim 0 by both axes, as a plan without a second dim would."""
+    network, mesh = laid_out(layout, torch.float32, {"num_layers": 2})
+    experts = network.language_model.model.layers["1"].feed_forward.experts
+    local = experts.w1.to_local()
+    wrong = DTensor.from_local(local, mesh.expert["ep_fsdp", "ep"], [Shard(0), Shard(0)])
+    experts.w1 = torch.nn.Parameter(wrong)
+    sharded_state(network, mesh)
+
+
+def foreign_optimizer(layout: Layout) -> None:
+    network, mesh = laid_out(layout, torch.float32, {"num_layers": 1})
+    other = torch.nn.Linear(2, 2)
+    optimizer_state(network, torch.optim.AdamW(other.parameters()), mesh)

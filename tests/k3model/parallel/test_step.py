@@ -99,19 +99,11 @@ def test_f02_a_batch_without_counted_labels_has_zero_loss_and_gradients_on_every
 
 @pytest.mark.parametrize(
     ("layout", "num_pieces"),
-    [
-        (ONE, 1),
-        (ONE, 8),
-        (Layout(sp=2), 2),
-        (Layout(cp=2), 1),
-        (Layout(dp=2), 1),
-        (Layout(dp=2), 4),
-        (Layout(dp=2, cp=2), 2),
-    ],
+    [(ONE, 8), (Layout(sp=2), 2), (Layout(dp=2), 4), (Layout(dp=2, cp=2), 2)],
 )
 def test_equal_token_losses_have_one_sum_to_the_bit(run: Run, layout: Layout, num_pieces: int) -> None:
     generator = torch.Generator().manual_seed(5)
-    losses = torch.rand(8, 1000, generator=generator) * 10.0 ** torch.arange(8)[:, None]
+    losses = torch.rand(64, 100, generator=generator)
 
     answers = run("loss_of_tokens", layout, losses_RT=losses, num_pieces=num_pieces)
 

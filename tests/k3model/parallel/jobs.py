@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import cache
+from io import StringIO
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -212,6 +214,24 @@ def kda_path(layout: Layout, variables: Mapping[str, str]) -> str:
     with environment(**variables):
         parallelize(network, mesh_of(layout))
     return type(network.language_model.model.layers["0"].self_attn.parallel_forward).__name__
+
+
+def written_forward(layout: Layout, variables: Mapping[str, str], forbids_timing: bool = False) -> str:
+    """What a forward pass writes to stderr, where making a timer and waiting for a device may be forbidden."""
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("a timer was made, or a device waited for")
+
+    network = build_network(torch.float32)
+    with ExitStack() as stack:
+        if forbids_timing:
+            stack.enter_context(mock.patch("k3model.parallel.sequence.KdaTiming", forbidden))
+            stack.enter_context(mock.patch("torch.accelerator.synchronize", forbidden))
+        written = stack.enter_context(redirect_stderr(StringIO()))
+        stack.enter_context(environment(**variables))
+        parallelize(network, mesh_of(layout))
+        network(tokens(1, 16))
+    return written.getvalue()
 
 
 def state_against_whole(layout: Layout) -> list[str]:

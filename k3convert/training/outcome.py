@@ -1,0 +1,41 @@
+"""What a run leaves beside its steps. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeCheck:
+    """The step after the last, done by the run that was there and by one that read the last step's checkpoint.
+
+    Attributes:
+        losses: of both.
+        is_bitwise: whether losses, parameters, buffers and moments have the same bits on every rank.
+    """
+
+    step: int
+    losses: tuple[float, float]
+    is_bitwise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run's first rank knows at the end; steps are in ``metrics.jsonl``.
+
+    Attributes:
+        resumed_from: the step that the run went on from, 0 for a new one.
+        vocab_size: of the network.
+        num_parameters: of the network, and how many of them are trained.
+        planned_bytes: a rank's parameters, gradients and moments.
+        resume_check: None where nothing was saved or the run was not finite.
+        routes: tokens an expert got in the last step, a layer a row, and the numbers of these layers.
+    """
+
+    resumed_from: int
+    vocab_size: int
+    num_parameters: tuple[int, int]
+    planned_bytes: int
+    resume_check: ResumeCheck | None
+    routes: tuple[tuple[int, ...], ...]
+    routed_layers: tuple[int, ...]

@@ -1,0 +1,117 @@
+"""A whole run on one rank: build, resume, train, save, and try whether resuming changes a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from k3convert.loading.checked_source import open_checked
+from k3convert.training.checkpoints.saving import Saver
+from k3convert.training.checkpoints.state import run_state
+from k3convert.training.checkpoints.step_folders import newest_complete, step_path
+from k3convert.training.data.open_source import open_source
+from k3convert.training.events import Event, Noted, Stepped
+from k3convert.training.metrics import MetricsLog
+from k3convert.training.outcome import Outcome, ResumeCheck
+from k3convert.training.recipe import Recipe
+from k3convert.training.state_digest import state_digest
+from k3convert.training.trainer import Trainer
+from k3model.parallel.mesh import Mesh
+
+Tell = Callable[[Event], None]
+
+
+def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, tell: Tell) -> Outcome:
+    """Train by a recipe. Every rank of the process group calls it alike; the first one writes the metrics.
+
+    Args:
+        recipe: what to do.
+        checkpoint: what to start from.
+        out: the run's folder.
+        resume: go on from the newest complete step, where there is one.
+        tell: hears of every step on the first rank.
+    """
+    is_first = dist.get_rank() == 0
+    device = _own_device(recipe.device)
+    mesh = Mesh.build(recipe.degrees, device.type)
+    source = open_source(recipe, open_checked(checkpoint, num_layers=recipe.model.num_layers).config, checkpoint)
+    trainer = Trainer.build(recipe, checkpoint, source, mesh, device)
+    if is_first and trainer.stream.num_left_out:
+        tell(Noted(f"{trainer.stream.num_left_out} of {len(source)} documents are longer than a row and are left out"))
+    resumed_from = _resume(trainer, out, tell if is_first else _silent) if resume else 0
+    log = MetricsLog.resumed(out, resumed_from) if is_first else None
+    saving = recipe.saving
+    saver = Saver(out, keep=saving.keep, asynchronous=saving.asynchronous, facts={"layout": recipe.layout})
+    last = recipe.training.steps
+    is_finite = True
+    while is_finite and trainer.progress.step < last:
+        metrics = trainer.advance()
+        is_finite = metrics.nonfinite is None
+        if log is not None:
+            log.add(metrics)
+            tell(Stepped(metrics, last))
+        saver.poll()
+        if saving.every and is_finite and (metrics.step % saving.every == 0 or metrics.step == last):
+            saver.save(metrics.step, _state(trainer))
+    saver.wait()
+    routes = () if trainer.routes is None else tuple(tuple(counts) for counts in trainer.routes.tolist())
+    facts = (trainer.routers.layers, trainer.state_bytes.total, _num_parameters(trainer))
+    vocab_size = trainer.network.config.text.vocab_size
+    check = None
+    if saving.every and is_finite:
+        if is_first:
+            tell(Noted(f"trying to resume from step {trainer.progress.step}"))
+        probe, digest = trainer.advance(), state_digest(trainer.network, trainer.optimizer)
+        del trainer  # its memory is wanted for the other
+        other = Trainer.build(recipe, checkpoint, source, mesh, device)
+        other.resume(step_path(out, last))
+        again = other.advance()
+        is_bitwise = again.loss == probe.loss and state_digest(other.network, other.optimizer) == digest
+        check = ResumeCheck(probe.step, (probe.loss, again.loss), is_bitwise)
+    return Outcome(resumed_from, vocab_size, facts[2], facts[1], check, routes, tuple(facts[0]))
+
+
+def _resume(trainer: Trainer, out: Path, tell: Tell) -> int:
+    """Go to the newest complete step; its number, or 0. All ranks take what the first one finds."""
+    found = [newest_complete(out)]
+    dist.broadcast_object_list(found)
+    for reason in found[0].skipped:
+        tell(Noted(f"passed over {reason}"))
+    if found[0].path is None:
+        tell(Noted(f"no complete step in {out}: starting anew"))
+        return 0
+    trainer.resume(found[0].path)
+    tell(Noted(f"going on from step {found[0].step}"))
+    return found[0].step
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    return run_state(trainer.network, trainer.optimizer, trainer.mesh, trainer.progress)
+
+
+def _num_parameters(trainer: Trainer) -> tuple[int, int]:
+    """Of the whole network and of what is trained; stages are added up, shards count in full."""
+    counts = torch.tensor(
+        [
+            sum(parameter.numel() for parameter in trainer.network.parameters()),
+            sum(parameter.numel() for parameter in trainer.network.parameters() if parameter.requires_grad),
+        ],
+        device=trainer.device,
+    )
+    dist.all_reduce(counts, group=trainer.mesh.group("pp"))
+    total, trained = counts.tolist()
+    return total, trained
+
+
+def _own_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _silent(event: Event) -> None:
+    """Ranks other than the first say nothing."""

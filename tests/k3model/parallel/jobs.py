@@ -16,19 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from k3convert.parity.pinned_shapes import PinnedShapes
 from k3model.config import KimiK3Config
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.context import _state_before
 from k3model.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
 from k3model.parallel.expert_dispatch import shard_experts
-from k3model.parallel.global_loss import global_loss
-from k3model.parallel.gradients import clip_gradients, gradient_norm, sum_gradients
+from k3model.parallel.gradients import clip_gradients, gradient_norm
 from k3model.parallel.layout import Layout
 from k3model.parallel.mesh import Mesh
 from k3model.parallel.parallelize import parallelize
+from k3model.parallel.step import Batch, forward_backward
 from k3model.presets import tiny_config_dict
+from k3model.text.router import Router
 
 NUM_LAYERS = 4
+PLACEHOLDER = 505
 
 FOUR_HEADS = {
     "linear_attn_config": {
@@ -70,7 +73,16 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
 
 
-BATCHES = {"dense": dense, "packed": packed, "padded": padded}
+def images() -> dict[str, Tensor]:
+    """An image a row of 24 tokens, each over the middle or a quarter of its row."""
+    ids = tokens(2, 19)
+    ids[0, 9] = ids[1, 3] = PLACEHOLDER
+    patches = torch.rand(48, 3, 14, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    labels = ids.masked_fill(ids == PLACEHOLDER, -100)
+    return {"input_ids": ids, "labels": labels, "pixel_values": patches, "grid_thws": torch.tensor([[1, 4, 6]] * 2)}
+
+
+BATCHES = {"dense": dense, "packed": packed, "padded": padded, "images": images}
 
 
 def build_network(
@@ -142,20 +154,40 @@ def step(
     mesh = mesh_of(layout)
     with environment(**(variables or {})):
         parallelize(network, mesh)
-    out = network(**rows_of_rank(batch, mesh))
-    loss = global_loss(out, mesh.group("data"))
-    loss.share.backward()
-    sum_gradients(network, mesh)
+    result = forward_backward(network, mesh, [Batch(**rows_of_rank(batch, mesh))], with_logits=True)
     norm = gradient_norm(network, mesh) if max_norm is None else clip_gradients(network, mesh, max_norm)
     gradients = {name: whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
     return {
-        "loss": loss.total,
-        "logits": out.logits.detach(),
+        "loss": result.loss,
+        "logits": result.logits[0],
         "gradients": gradients if dist.get_rank() == 0 else None,
         "norm": norm,
         "dtypes": {name: p.dtype for name, p in network.named_parameters()},
-        "num_labels": int(out.num_labels),
+        "num_labels": int((result.token_losses[0] != 0).sum()),
     }
+
+
+def pinned_forward(layout: Layout, batch: str, dtype: torch.dtype, model: Mapping[str, Any] | None = None) -> Any:
+    """Loss and logits, where the row count of every product is padded to a multiple of 16."""
+    network, mesh = build_network(dtype, **(model or {})), mesh_of(layout)
+    parallelize(network, mesh)
+    rows = rows_of_rank(BATCHES[batch](), mesh)
+    with PinnedShapes():
+        result = forward_backward(network, mesh, [Batch(**rows)], with_logits=True, backward=False)
+    return {"loss": result.loss, "logits": result.logits[0]}
+
+
+def routings(layout: Layout, batch: Mapping[str, Tensor]) -> list[tuple[str, list[Tensor]]]:
+    """What each router chose, forward and when its layer was computed again, by name."""
+    network, mesh = build_network(torch.float32), mesh_of(layout)
+    network.set_activation_checkpointing(True)
+    parallelize(network, mesh)
+    chosen: dict[str, list[Tensor]] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _m, _a, out, name=name: chosen.setdefault(name, []).append(out[0]))
+    forward_backward(network, mesh, [Batch(**rows_of_rank(batch, mesh))])
+    return list(chosen.items())
 
 
 def rows_of_rank(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -263,24 +295,6 @@ def dispatch_to_one_rank() -> dict[str, Tensor]:
         found |= {f"{prefix}grad_z": z_in.grad, f"{prefix}grad_weights": weights_in.grad}
         found[prefix.rstrip("_") or "out"] = out.detach()
     return found
-
-
-def accumulated_step(layout: Layout, batch: Mapping[str, Tensor], num_pieces: int) -> dict[str, Any]:
-    """The batch in pieces, each a share of one count."""
-    network, mesh = build_network(torch.float64), mesh_of(layout)
-    parallelize(network, mesh)
-    rows = rows_of_rank(batch, mesh)
-    pieces = [{name: value.chunk(num_pieces)[n] for name, value in rows.items()} for n in range(num_pieces)]
-    counts = sum((piece["labels"][:, 1:] != -100).sum() for piece in pieces)
-    dist.all_reduce(counts, group=mesh.group("data"))
-    total = torch.zeros((), dtype=torch.float64)
-    for piece in pieces:
-        loss = global_loss(network(**piece), mesh.group("data"), num_labels=counts)
-        loss.share.backward()
-        total += loss.total
-    sum_gradients(network, mesh)
-    gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
-    return {"loss": total, "gradients": gradients if dist.get_rank() == 0 else None}
 
 
 def norm_without_gradients(layout: Layout) -> float:

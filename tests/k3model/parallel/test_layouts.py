@@ -44,7 +44,25 @@ def test_recomputed_layers_dispatch_as_they_did(compare: Compare) -> None:
     compare(SP2_EP2, "dense", checkpointing=True)
 
 
-@pytest.mark.parametrize("layout", [SP2, EP2, FSDP2, Layout(cp=2)], ids=["sp2", "ep2", "fsdp2", "cp2"])
+@pytest.mark.parametrize(
+    "layout", [SP2_EP2, Layout(cp=2, ep=2, shards_parameters=True)], ids=["sp2_ep2", "cp2_ep2_fsdp"]
+)
+def test_row_37_a_layer_that_is_computed_again_routes_as_it_did(pool: Pools, jobs: Any, layout: Layout) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(5):
+        ids = torch.randint(0, 500, (2, 48), generator=generator)
+
+        answers = pool(2).run("routings", layout=layout, batch={"input_ids": ids, "labels": ids})
+
+        for routers in answers:
+            assert len(routers) == jobs.NUM_LAYERS - 1
+            for name, (forward, again) in routers:
+                assert torch.equal(forward, again), name
+
+
+@pytest.mark.parametrize(
+    "layout", [SP2, EP2, FSDP2, Layout(cp=2, shards_parameters=True)], ids=["sp2", "ep2", "fsdp2", "cp2_fsdp"]
+)
 def test_f02_a_rank_without_counted_labels_enters_every_collective(compare: Compare, jobs: Any, layout: Layout) -> None:
     batch = jobs.dense()
     # Rank 1 has the second half of the tokens under sp and cp, and of the rows otherwise.
@@ -109,15 +127,3 @@ def test_a_rank_without_gradients_joins_the_norm(pool: Pools) -> None:
     norms = pool(2).run("norm_without_gradients", layout=FSDP2)
 
     assert norms == [0.0, 0.0]
-
-
-def test_row_36_f01_pieces_of_a_batch_under_one_count_are_the_whole_batch(
-    pool: Pools, single: Callable[..., Step], jobs: Any
-) -> None:
-    answers = pool(2).run("accumulated_step", layout=EP2, batch=jobs.dense(), num_pieces=2)
-
-    want = single("dense")
-    assert sum(answer["loss"] for answer in answers).item() / 2 == pytest.approx(want["loss"].item(), rel=1e-12)
-    for name, gradient in want["gradients"].items():
-        # float64 sums in another order, as in the other tests of this folder
-        torch.testing.assert_close(answers[0]["gradients"][name], gradient, rtol=1e-9, atol=1e-11)

@@ -44,8 +44,10 @@ def test_rows_34_f09_heads_that_the_ranks_do_not_divide_are_refused(pool: Pools,
 
 
 def test_f03_a_sequence_that_the_ranks_do_not_divide_is_refused(pool: Pools, jobs: Any) -> None:
+    batch = {"input_ids": jobs.tokens(1, 33), "labels": jobs.tokens(1, 33)}
+
     with pytest.raises(RuntimeError, match="33 tokens do not divide into 2 parts; pad the sequence"):
-        pool(2).run("step", layout=SP2, batch={"input_ids": jobs.tokens(1, 33)})
+        pool(2).run("step", layout=SP2, batch=batch)
 
 
 @pytest.mark.parametrize("layout", [SP2, Layout(cp=2)], ids=["sp2", "cp2"])
@@ -67,6 +69,33 @@ def test_f03_a_padded_row_computes_what_the_row_computes_without_its_padding(
     torch.testing.assert_close(answers[0]["loss"], want["loss"], rtol=1e-9, atol=0)
     for name, gradient in want["gradients"].items():
         torch.testing.assert_close(answers[0]["gradients"][name], gradient, rtol=1e-9, atol=1e-11)
+
+
+IMAGE_LAYOUTS = {
+    "sp2": SP2,
+    "cp2_fsdp": Layout(cp=2, shards_parameters=True),
+    "cp2_sp2": Layout(cp=2, sp=2),
+    "dp2_sp2_fsdp": Layout(dp=2, sp=2, shards_parameters=True),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_LAYOUTS)
+def test_images_come_in_before_the_sequence_is_cut(compare: Compare, name: str) -> None:
+    compare(IMAGE_LAYOUTS[name], "images", model={"vision": True})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("batch", ["dense", "packed", "padded"])
+def test_row_46_loss_and_logits_of_the_first_step_have_the_bits_of_one_process(
+    pool: Pools, batch: str, dtype: torch.dtype
+) -> None:
+    (want,) = pool(1).run("pinned_forward", layout=Layout(), batch=batch, dtype=dtype)
+
+    for layout in (SP2, SP2_EP2):
+        answers = pool(2).run("pinned_forward", layout=layout, batch=batch, dtype=dtype)
+
+        assert [answer["loss"].item() for answer in answers] == [want["loss"].item()] * 2
+        assert torch.equal(torch.cat([answer["logits"] for answer in answers], dim=1), want["logits"])
 
 
 def test_the_first_label_of_the_next_rank_is_counted_once(pool: Pools, jobs: Any) -> None:

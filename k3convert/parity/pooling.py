@@ -1,0 +1,232 @@
+"""Errors of the tensors of one kind judged together, because a few values say little about a ratio of errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from k3convert.parity import limits
+from k3convert.parity.cells import Precision
+from k3convert.parity.limits import Gate, Limit
+from k3convert.parity.measure import Errors, Measure, half_ulp
+from k3convert.parity.records import Entry, Kind
+
+_ATTENTION = {"KdaAttention": "kda", "MlaAttention": "mla"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PoolKey:
+    """What the tensors of a pool have in common.
+
+    Attributes:
+        kind: see ``Kind``.
+        layer_kind: ``kda``, ``mla`` or ``none``.
+        path: name with every layer number replaced by ``{n}``.
+    """
+
+    kind: Kind
+    layer_kind: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A tensor, its pool and its figures. ``golden_dtype`` is torch's name."""
+
+    entry: Entry
+    key: PoolKey
+    measure: Measure
+    golden_dtype: str
+
+    @property
+    def scale(self) -> float:
+        """What errors are divided by: the golden rms, or where that is zero the baseline's error, or infinitely small.
+
+        Where golden and baseline are zero, anything else is infinitely far away.
+        """
+        return self.measure.golden_rms or self.measure.baseline.rms
+
+    @property
+    def floor(self) -> float:
+        """The least relative error that a baseline counts with: that of one rounding."""
+        return half_ulp(getattr(torch, self.entry.dtype))
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the golden run is more precise than the tensor: else its baseline's error means nothing."""
+        return torch.finfo(getattr(torch, self.golden_dtype)).eps < torch.finfo(getattr(torch, self.entry.dtype)).eps
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Relative errors of one or several tensors.
+
+    Attributes:
+        num_values: how many were judged.
+        candidate_rms: of the candidate's errors, each tensor's over the rms of its golden values.
+        baseline_rms: of the baseline's, likewise; each tensor's at least half a unit in the last place.
+        candidate_max: the largest.
+        baseline_max: the largest, likewise at least half a unit.
+        candidate_bias: the mean error, signed or outward, whichever is larger in units of ``rms / sqrt(n)``.
+        baseline_bias: likewise.
+        num_non_finite: elements with a NaN or an infinity that the other run has not.
+        has_ratio: whether every tensor has a golden one in a wider dtype.
+    """
+
+    num_values: int
+    candidate_rms: float
+    baseline_rms: float
+    candidate_max: float
+    baseline_max: float
+    candidate_bias: float
+    baseline_bias: float
+    num_non_finite: int
+    has_ratio: bool
+
+    @property
+    def rms_ratio(self) -> float:
+        """Of the candidate's rms error to the baseline's."""
+        return self.candidate_rms / self.baseline_rms if self.baseline_rms else 0.0
+
+    @property
+    def max_ratio(self) -> float:
+        """Of the candidate's largest error to the baseline's."""
+        return self.candidate_max / self.baseline_max if self.baseline_max else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The tensors of one kind, and how they stand against the limits."""
+
+    key: PoolKey
+    names: tuple[str, ...]
+    totals: Totals
+    gates: tuple[Gate, ...]
+
+    @property
+    def headroom(self) -> float:
+        """The largest of measured over allowed."""
+        return max((gate.headroom for gate in self.gates), default=0.0)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether any limit is exceeded."""
+        return any(gate.is_beyond for gate in self.gates)
+
+
+def layer_kinds(entries: Iterable[Entry]) -> dict[int, str]:
+    """``kda`` or ``mla`` by layer, from the classes of the modules that were recorded."""
+    return {
+        entry.layer: _ATTENTION[entry.module_type]
+        for entry in entries
+        if entry.layer is not None and entry.module_type in _ATTENTION
+    }
+
+
+def pool_key(entry: Entry, kinds: Mapping[int, str]) -> PoolKey:
+    """The pool of a tensor."""
+    layer_kind = "none" if entry.layer is None else kinds.get(entry.layer, "none")
+    return PoolKey(entry.kind, layer_kind, _NUMBER.sub("{n}", entry.name))
+
+
+def make_pools(tensors: Iterable[Measured], precision: Precision) -> tuple[Pool, ...]:
+    """Judge tensors pool by pool, the worst first."""
+    grouped: defaultdict[PoolKey, list[Measured]] = defaultdict(list)
+    for tensor in tensors:
+        grouped[tensor.key].append(tensor)
+    pools = []
+    for key, members in grouped.items():
+        totals = sum_up(members)
+        names = tuple(member.entry.name for member in members)
+        pools.append(Pool(key, names, totals, gates_of(totals, limits.ceiling(key.kind, key.path, precision))))
+    return tuple(sorted(pools, key=lambda pool: (-pool.headroom, pool.key)))
+
+
+def gates_of(totals: Totals, ceiling: Limit, *, room: float = 1.0) -> tuple[Gate, ...]:
+    """The limits that hold for some errors: ratios where there are values enough, else the ceiling.
+
+    Args:
+        totals: of the tensors.
+        ceiling: of their kind and dtype.
+        room: factor on the ratios' limits.
+    """
+    non_finite = Gate(limits.NON_FINITE.name, totals.num_non_finite, limits.NON_FINITE.value)
+    if not totals.has_ratio:
+        return (Gate(ceiling.name, totals.candidate_rms, ceiling.value), non_finite)
+    if totals.num_values < limits.POOLED_VALUES.value:
+        allowed = max(ceiling.value, limits.SMALL_RATIO.value * totals.baseline_rms)
+        name = ceiling.name if allowed == ceiling.value else limits.SMALL_RATIO.name
+        return (Gate(name, totals.candidate_rms, allowed), non_finite)
+    ratios = (
+        Gate(limits.RMS_RATIO.name, totals.rms_ratio, limits.RMS_RATIO.value * room),
+        Gate(limits.MAX_RATIO.name, totals.max_ratio, limits.MAX_RATIO.value * room),
+    )
+    if totals.baseline_bias > limits.BIAS.value or _is_below_rounding(totals):
+        return (*ratios, non_finite)
+    return (*ratios, Gate(limits.BIAS.name, totals.candidate_bias, limits.BIAS.value * room), non_finite)
+
+
+def sum_up(members: Sequence[Measured]) -> Totals:
+    """Relative errors of tensors, each divided by the rms of its golden values."""
+    num = sum(member.measure.num_judged for member in members)
+    candidate = [_Relative.of(member.measure.candidate, member.scale, 0.0) for member in members]
+    baseline = [_Relative.of(member.measure.baseline, member.scale, member.floor) for member in members]
+    sizes = [member.measure.num_judged for member in members]
+    candidate_rms, candidate_bias = _pooled(candidate, sizes)
+    baseline_rms, baseline_bias = _pooled(baseline, sizes)
+    return Totals(
+        num_values=num,
+        candidate_rms=candidate_rms,
+        baseline_rms=baseline_rms,
+        candidate_max=max((part.max_abs for part in candidate), default=0.0),
+        baseline_max=max((part.max_abs for part in baseline), default=0.0),
+        candidate_bias=candidate_bias,
+        baseline_bias=baseline_bias,
+        num_non_finite=sum(member.measure.difference.num_non_finite for member in members),
+        has_ratio=all(member.has_ratio for member in members),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Relative:
+    """Errors of one tensor over its scale."""
+
+    rms: float
+    max_abs: float
+    mean: float
+    outward: float
+
+    @staticmethod
+    def of(errors: Errors, scale: float, floor: float) -> _Relative:
+        figures = (errors.rms, errors.max_abs, errors.mean, errors.mean_outward)
+        if scale:
+            rms, max_abs, mean, outward = (figure / scale for figure in figures)
+        else:
+            rms, max_abs, mean, outward = (math.copysign(math.inf, figure) if figure else 0.0 for figure in figures)
+        return _Relative(max(rms, floor), max(max_abs, floor), mean, outward)
+
+
+def _pooled(parts: Sequence[_Relative], sizes: Sequence[int]) -> tuple[float, float]:
+    """The rms of all values, and the larger of their two means in units of ``rms / sqrt(n)``."""
+    num = sum(sizes)
+    if not num:
+        return 0.0, 0.0
+    rms = math.sqrt(sum(part.rms**2 * size for part, size in zip(parts, sizes, strict=True)) / num)
+    if not rms or math.isinf(rms):
+        return rms, 0.0
+    means = (
+        abs(sum(part.mean * size for part, size in zip(parts, sizes, strict=True)) / num),
+        abs(sum(part.outward * size for part, size in zip(parts, sizes, strict=True)) / num),
+    )
+    return rms, max(means) * math.sqrt(min(num, limits.BIAS_VALUES)) / rms
+
+
+def _is_below_rounding(totals: Totals) -> bool:
+    """Whether the candidate's errors are smaller than those a baseline counts with: their mean harms nobody."""
+    return totals.candidate_rms <= totals.baseline_rms / limits.RMS_RATIO.value

@@ -77,18 +77,26 @@ class RankShare:
         return self._of_rows(value, self.first_token, self.tokens, self.batch.tokens)
 
     def place_gradient(self, module: nn.Module, value: Tensor, *, is_vision: bool) -> Place | None:
-        """As ``place``, of a gradient: in front of the cut into shares, each rank has the terms of its own share."""
+        """As ``place``, of a gradient: where ranks compute the same thing, each has the terms of its own tokens."""
         place = self.place(module, value, is_vision=is_vision)
-        is_before_cut = is_vision or isinstance(module, nn.Embedding | VisionTower | Projector)
-        if place is None or not is_before_cut or self.layout.sequence_parts == 1:
+        if place is None or self.layout.sequence_parts == 1:
             return place
-        return replace(place, is_partial=True)
+        is_before_cut = is_vision or isinstance(module, nn.Embedding | VisionTower | Projector)
+        is_gathered = isinstance(module, ShortConvolution | DecayGate) and self._has_all_heads(module, value)
+        is_whole = place.shape[1:2] == (self.batch.tokens,) and place.value.shape[1] == self.batch.tokens
+        return replace(place, is_partial=is_before_cut or is_gathered or is_whole)
+
+    def _has_all_heads(self, module: nn.Module, value: Tensor) -> bool:
+        total = self.kda_width if isinstance(module, ShortConvolution) else self.kda_heads
+        return self.layout.sp > 1 and value.shape[2] == total
 
     def _of_rows(self, value: Tensor, first_token: int, own: int, total: int) -> Place | None:
         """``[rows, own tokens, ...]``, or the same with rows and tokens in one dim, as experts see them."""
         if value.dim() < 2:
             return None
-        if tuple(value.shape[:2]) != (self.num_rows, own):
+        if tuple(value.shape[:2]) == (self.num_rows, total):
+            first_token = 0  # gathered: every rank has the tokens of all
+        elif tuple(value.shape[:2]) != (self.num_rows, own):
             if value.shape[0] != self.num_rows * own:
                 return None
             value = torch.unflatten(value, 0, (self.num_rows, own))

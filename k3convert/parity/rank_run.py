@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from k3convert.loading import load_model
-from k3convert.parity.cells import Cell, Precision
+from k3convert.parity.cells import Cell, DataKind, Precision
 from k3convert.parity.faults import plant
 from k3convert.parity.inputs import make_batch, rows_of_rank
 from k3convert.parity.peak_memory import PeakMemory
@@ -72,6 +72,7 @@ def _run(
         substituted=spec.substituted,
         forces_routing=spec.forces_routing,
     )
+    is_padded = spec.cell.data is DataKind.PADDED
     pinned = PinnedShapes() if spec.pins_shapes else None
     loaded = time.monotonic()
     losses = _train(spec, network, mesh, batches, pinned)
@@ -80,7 +81,7 @@ def _run(
     step_s, peak_bytes = 0.0, 0
     for _ in range(spec.repeats):
         network.zero_grad(set_to_none=True)
-        recorder = Recorder(network, shares, (mesh.place("pp"), layout.pp), wishes)
+        recorder = Recorder(network, shares, (mesh.place("pp"), layout.pp), wishes, is_padded)
         recorder.attach()
         stepped = time.monotonic()
         with pinned or nullcontext(), PeakMemory(device) as memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from k3convert.parity.placement import Place, RankShare
 from k3convert.parity.records import Entry, Kind, RankRecords, Run
 from k3kernels import K3Op
 from k3model.network import KimiK3ForConditionalGeneration
+from k3model.text.kda_attention import KdaAttention
 from k3model.text.language_head import HeadOutput
 from k3model.text.router import Router
 from k3model.vision.positions import PositionGrid
@@ -52,6 +53,8 @@ class Recorder:
         shares: this rank's part of every micro-batch, in order.
         stage: number of the pipeline stage, and how many there are.
         wishes: what else is recorded, and what is replaced.
+        is_padded: whether rows are padded. KDA takes padding out, differently in every layout, so that what is inside
+            its layers has no common shape and is not recorded.
 
     Attributes:
         records: what was recorded.
@@ -62,6 +65,7 @@ class Recorder:
     shares: tuple[RankShare, ...]
     stage: tuple[int, int] = (0, 1)
     wishes: Wishes = field(default_factory=Wishes)
+    is_padded: bool = False
     records: RankRecords = field(default_factory=RankRecords)
     unplaced: set[str] = field(default_factory=set)
 
@@ -73,7 +77,7 @@ class Recorder:
 
     def attach(self) -> None:
         """Hook every module with a forward of its own."""
-        for name, module in self.network.named_modules():
+        for name, module in self._modules():
             # A position grid is called once an image, and is part of what the patch embedding gives out.
             if not name or isinstance(module, nn.ModuleDict | nn.ModuleList | PositionGrid):
                 continue
@@ -81,6 +85,15 @@ class Recorder:
             self._handles.append(module.register_forward_hook(self._after(name)))
             if isinstance(module, Router) and self.wishes.forces_routing:
                 module.select = self._forced(name)  # type: ignore[assignment,method-assign]
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        inside = ""
+        for name, module in self.network.named_modules():
+            if inside and name.startswith(inside):
+                continue
+            yield name, module
+            if self.is_padded and isinstance(module, KdaAttention):
+                inside = f"{name}."
 
     def detach(self) -> None:
         """Take all hooks away."""

@@ -11,7 +11,17 @@ from typing import Annotated
 
 import typer
 
-from k3convert.cli import dcp_to_hf, diff, hf_to_dcp, inspect, make_tiny, ops, verify
+from k3convert.cli import (
+    coco_to_conversations,
+    dcp_to_hf,
+    diff,
+    hf_to_dcp,
+    inspect,
+    make_tiny,
+    ops,
+    smoke_train,
+    verify,
+)
 from k3convert.cli.console import Console
 from k3convert.errors import ExitCode, Interrupted, K3Error, UsageError, error_of_system
 from k3convert.version import __version__
@@ -25,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff, ops):
+for module in (make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff, ops, coco_to_conversations, smoke_train):
     app.command(module.NAME)(module.command)
 
 

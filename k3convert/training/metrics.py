@@ -107,13 +107,19 @@ class MetricsLog:
         return self.folder / METRICS_NAME
 
     @classmethod
-    def resumed(cls, folder: Path, step: int) -> MetricsLog:
-        """The log of an earlier run, up to a step; a line that was cut short counts as absent."""
+    def read(cls, folder: Path) -> MetricsLog:
+        """The log of an earlier run; a line that was cut short counts as absent."""
         log = cls(folder)
         if log.path.exists():
             whole = [line for line in log.path.read_text("utf-8").split("\n")[:-1] if line]
-            read = [StepMetrics.from_document(json.loads(line)) for line in whole]
-            log.steps = [metrics for metrics in read if metrics.step <= step]
+            log.steps = [StepMetrics.from_document(json.loads(line)) for line in whole]
+        return log
+
+    @classmethod
+    def resumed(cls, folder: Path, step: int) -> MetricsLog:
+        """The log of an earlier run up to a step; what came after it is taken off."""
+        log = cls.read(folder)
+        log.steps = [metrics for metrics in log.steps if metrics.step <= step]
         log.path.write_text("".join(_line(metrics) for metrics in log.steps), "utf-8")
         return log
 

@@ -15,7 +15,9 @@ from k3convert.training.run import train
 TRAIN = f"{__name__}:train_here"
 
 
-def train_here(*, recipe_yaml: str, checkpoint: str, out: str, resume: bool, address: Address) -> Outcome:
+def train_here(
+    *, recipe_yaml: str, checkpoint: str, out: str, resume: bool, profile: bool, address: Address
+) -> Outcome:
     """Train as ``run.train`` does; the first rank sends its events to the process that asked."""
     sender = ProgressSender(address) if dist.get_rank() == 0 else None
     with nullcontext() if sender is None else closing(sender):
@@ -24,6 +26,7 @@ def train_here(*, recipe_yaml: str, checkpoint: str, out: str, resume: bool, add
             Path(checkpoint),
             Path(out),
             resume=resume,
+            profile=profile,
             tell=_silent if sender is None else sender,
         )
 

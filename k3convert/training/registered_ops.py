@@ -15,3 +15,8 @@ def unregistered(field: str, impl: str) -> str | None:
     if ALIASES.get((field, impl), impl) in impls:
         return None
     return f"{field}: {op}/{variant} has no impl {impl!r}; it has: {', '.join(impls)}"
+
+
+def has_impl(field: str, impl: str) -> bool:
+    """Whether a field's op has an implementation of that name."""
+    return unregistered(field, impl) is None

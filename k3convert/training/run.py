@@ -15,8 +15,9 @@ from k3convert.training.checkpoints.state import run_state
 from k3convert.training.checkpoints.step_folders import newest_complete, step_path
 from k3convert.training.data.open_source import open_source
 from k3convert.training.events import Event, Noted, Stepped
-from k3convert.training.metrics import MetricsLog
-from k3convert.training.outcome import Outcome, ResumeCheck
+from k3convert.training.kernel_trace import KernelTrace
+from k3convert.training.metrics import MetricsLog, StepMetrics
+from k3convert.training.outcome import KernelReport, Outcome, ResumeCheck
 from k3convert.training.recipe import Recipe
 from k3convert.training.state_digest import state_digest
 from k3convert.training.trainer import Trainer
@@ -25,7 +26,7 @@ from k3model.parallel.mesh import Mesh
 Tell = Callable[[Event], None]
 
 
-def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, tell: Tell) -> Outcome:
+def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile: bool, tell: Tell) -> Outcome:
     """Train by a recipe. Every rank of the process group calls it alike; the first one writes the metrics.
 
     Args:
@@ -33,6 +34,7 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, tell: Te
         checkpoint: what to start from.
         out: the run's folder.
         resume: go on from the newest complete step, where there is one.
+        profile: record the second step that is done, or the only one.
         tell: hears of every step on the first rank.
     """
     is_first = dist.get_rank() == 0
@@ -47,9 +49,14 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, tell: Te
     saving = recipe.saving
     saver = Saver(out, keep=saving.keep, asynchronous=saving.asynchronous, facts={"layout": recipe.layout})
     last = recipe.training.steps
+    profiled = min(resumed_from + 2, last) if profile else 0
+    kernels = None
     is_finite = True
     while is_finite and trainer.progress.step < last:
-        metrics = trainer.advance()
+        if trainer.progress.step + 1 == profiled:
+            metrics, kernels = _traced_step(trainer, out)
+        else:
+            metrics = trainer.advance()
         is_finite = metrics.nonfinite is None
         if log is not None:
             log.add(metrics)
@@ -72,7 +79,7 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, tell: Te
         again = other.advance()
         is_bitwise = again.loss == probe.loss and state_digest(other.network, other.optimizer) == digest
         check = ResumeCheck(probe.step, (probe.loss, again.loss), is_bitwise)
-    return Outcome(resumed_from, vocab_size, facts[2], facts[1], check, routes, tuple(facts[0]))
+    return Outcome(resumed_from, vocab_size, facts[2], facts[1], check, kernels, routes, tuple(facts[0]))
 
 
 def _resume(trainer: Trainer, out: Path, tell: Tell) -> int:
@@ -87,6 +94,16 @@ def _resume(trainer: Trainer, out: Path, tell: Tell) -> int:
     trainer.resume(found[0].path)
     tell(Noted(f"going on from step {found[0].step}"))
     return found[0].step
+
+
+def _traced_step(trainer: Trainer, out: Path) -> tuple[StepMetrics, KernelReport]:
+    """The next step, recorded; the first rank's trace is written."""
+    trace = KernelTrace(trainer.network, trainer.recipe.ops, trainer.device.type)
+    with trace.recording():
+        metrics = trainer.advance()
+    if dist.get_rank() == 0:
+        trace.write(out)
+    return metrics, trace.report(metrics.step)
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

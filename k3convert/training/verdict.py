@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import log
@@ -63,6 +63,7 @@ def judge(recipe: Recipe, steps: Sequence[StepMetrics], outcome: Outcome) -> Ver
             _gradient_norm(recipe.expect, counted),
             _memory(recipe.expect, outcome, steps),
             _resumes(outcome),
+            *_kernels(outcome),
         )
     )
 
@@ -152,3 +153,11 @@ def _resumes(outcome: Outcome) -> Check:
     if not found.is_bitwise and first == again:
         text += "; parameters or moments differ"
     return Check("resume", _answer(found.is_bitwise), text + ("; every bit equal" if found.is_bitwise else ""))
+
+
+def _kernels(outcome: Outcome) -> Iterator[Check]:
+    """Asked for with ``--profile`` alone."""
+    found = outcome.kernels
+    if found is not None:
+        detail = "; ".join(found.faults) or f"{len(found.ops)} implementations ran in step {found.step}, as chosen"
+        yield Check("kernels", _answer(not found.faults), detail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from k3model.vision.projector import Projector
 from k3model.vision.tower import VisionTower, checked_grids, num_image_tokens
 
 
-@dataclass(frozen=True)
-class K3Output:
-    """What a forward pass returns.
+class K3Output(NamedTuple):
+    """What a forward pass returns. A tuple, so that a sharding library finds the tensors in it.
 
     Attributes:
         logits: ``[B, expanded T, vocabulary]`` in the model's dtype, or None where ``with_logits`` was false.
@@ -30,13 +30,16 @@ class K3Output:
         loss_sum: float32, the sum over counted labels, for one denominator over several batches or ranks.
         token_losses: float32 ``[B, expanded T]``, the terms of that sum, 0 where not counted; without gradient.
         num_labels: int64, how many labels were counted.
+        stream: what the next pipeline stage goes on from, the running sum and then the finished blocks, each
+            ``[B, expanded T, hidden]``, and everything else None; empty on the last stage.
     """
 
-    logits: Tensor | None
-    loss: Tensor | None
-    loss_sum: Tensor | None
-    token_losses: Tensor | None
-    num_labels: Tensor | None
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+    loss_sum: Tensor | None = None
+    token_losses: Tensor | None = None
+    num_labels: Tensor | None = None
+    stream: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class KimiK3ForConditionalGeneration(nn.Module):
             all of them. Layers still get the documents of all tokens.
         without_images: what the embeddings of a batch without images pass through, where a parallel layout needs the
             vision parameters to get a gradient of zeros; None: nothing.
+        is_first_stage: whether the embedding and the vision tower are here, and not on an earlier pipeline stage.
+        is_last_stage: whether the last norm and the head are here.
 
     Raises:
         KeyError, RuntimeError: an implementation is unknown or not usable here.
@@ -96,6 +101,7 @@ class KimiK3ForConditionalGeneration(nn.Module):
         self.config = config
         self.share_of_tokens: Callable[[Tensor], Tensor] | None = None
         self.without_images: Callable[[Tensor], Tensor] | None = None
+        self.is_first_stage = self.is_last_stage = True
         chosen = ops if ops is None or isinstance(ops, OpsConfig) else OpsConfig.of(ops)
         with nullcontext() if chosen is None else using(chosen):
             self.language_model = LanguageModel(config)
@@ -213,8 +219,9 @@ class KimiK3ForConditionalGeneration(nn.Module):
         labels: Tensor | None = None,
         *,
         with_logits: bool = True,
+        stream: tuple[Tensor, ...] = (),
     ) -> K3Output:
-        """Predict the next token at every position.
+        """Predict the next token at every position, or on a pipeline stage do its part of that.
 
         Args:
             input_ids: int64 ``[B, T]``. An image is one placeholder token, or its number of tokens in placeholders.
@@ -224,18 +231,25 @@ class KimiK3ForConditionalGeneration(nn.Module):
             grid_thws: int64 ``[images, 3]``.
             labels: int64 ``[B, T]``, unshifted, as long as ``input_ids``; ``ignore_index`` is not counted.
             with_logits: false leaves ``logits`` None, so that a loss never needs all logits at once.
+            stream: on a later pipeline stage, what the stage before has returned; every stage gets the same batch.
 
         Raises:
             ValueError: arguments that do not belong together; the message says which.
         """
+        if bool(stream) == self.is_first_stage:
+            raise ValueError("every pipeline stage but the first goes on from the stream of the one before")
         arranged = self.arrange(input_ids, attention_mask, cu_seqlens, pixel_values, grid_thws, labels)
-        embeddings = self._embed(input_ids, arranged, pixel_values, grid_thws)
+        if self.is_first_stage:
+            embeddings = self._embed(input_ids, arranged, pixel_values, grid_thws)
+            stream = (embeddings if self.share_of_tokens is None else self.share_of_tokens(embeddings),)
+        decoder = self.language_model.model
+        if not self.is_last_stage:
+            return K3Output(stream=decoder.run_layers(stream, arranged.documents))
+        hidden = decoder(*stream, documents=arranged.documents)
         # Shifted before it is shared: the label of a share's last token is the next share's first.
         shifted = arranged.shifted_labels
-        if self.share_of_tokens is not None:
-            embeddings = self.share_of_tokens(embeddings)
-            shifted = None if shifted is None else self.share_of_tokens(shifted)
-        hidden = self.language_model.model(embeddings, documents=arranged.documents)
+        if shifted is not None and self.share_of_tokens is not None:
+            shifted = self.share_of_tokens(shifted)
         head: HeadOutput = self.language_model.lm_head(hidden, shifted, with_logits=with_logits)
         loss = None
         if head.loss_sum is not None and head.num_labels is not None:

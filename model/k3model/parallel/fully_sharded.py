@@ -37,10 +37,11 @@ def shard_parameters(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Non
     text = network.language_model
     units: list[nn.Module] = list(text.model.layers.values())
     if not text.is_tied:
-        units += [text.model.embed_tokens, text.lm_head]
+        units += [text.model.embed_tokens] if network.is_first_stage else []
+        units += [text.lm_head] if network.is_last_stage else []
     for unit in (*units, network):
         fully_shard(unit, mesh=mesh.data, mp_policy=_precision(unit))
-    if network.config.vision is not None:
+    if network.config.vision is not None and network.is_first_stage:
         network.without_images = ReachedVision(network.vision_tower, network.mm_projector)
     for module in network.modules():
         if isinstance(module, FSDPModule):

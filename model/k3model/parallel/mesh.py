@@ -20,12 +20,14 @@ class Mesh:
         dense: axes ``pp, dp, cp, sp``.
         expert: axes ``pp, ep_fsdp, ep``: the same ranks in the same order, counted again for the experts.
         data: one axis ``data`` over ``dp * cp * sp``: the ranks that hold the same layers and different tokens.
+        back: one axis ``pp_back``: the ranks of ``pp`` again, in a group of their own for what travels backward.
     """
 
     layout: Layout
     dense: DeviceMesh
     expert: DeviceMesh
     data: DeviceMesh
+    back: DeviceMesh
 
     @classmethod
     def build(cls, layout: Layout, device_type: str) -> Mesh:
@@ -40,17 +42,19 @@ class Mesh:
         dense = ranks.view(layout.pp, layout.dp, layout.cp, layout.sp)
         expert = ranks.view(layout.pp, layout.ep_fsdp, layout.ep)
         stage = ranks.view(layout.pp, layout.ranks_per_stage)
+        by_stage = DeviceMesh(device_type, stage, mesh_dim_names=("pp_back", "data"))
         return cls(
             layout,
             dense=DeviceMesh(device_type, dense, mesh_dim_names=("pp", "dp", "cp", "sp")),
             expert=DeviceMesh(device_type, expert, mesh_dim_names=("pp", "ep_fsdp", "ep")),
-            data=DeviceMesh(device_type, stage, mesh_dim_names=("pp", "data"))["data"],
+            data=by_stage["data"],
+            back=by_stage["pp_back"],
         )
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along one axis of ``dense`` or ``expert``, or along ``data``."""
-        if axis == "data":
-            return self.data.get_group()
+        """The ranks that differ from this one along an axis of ``dense`` or ``expert``, ``data`` or ``pp_back``."""
+        if axis in ("data", "pp_back"):
+            return (self.data if axis == "data" else self.back).get_group()
         mesh = self.expert if axis in ("ep", "ep_fsdp") else self.dense
         return mesh.get_group(axis)
 

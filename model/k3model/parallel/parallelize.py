@@ -6,6 +6,7 @@ from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.expert_dispatch import shard_experts
 from k3model.parallel.fully_sharded import shard_parameters
 from k3model.parallel.mesh import Mesh
+from k3model.parallel.pipeline import keep_stage
 from k3model.parallel.sequence import share_sequence
 from k3model.text.moe import Experts
 
@@ -22,8 +23,7 @@ def parallelize(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> None:
         ValueError: heads or experts do not divide.
     """
     layout = mesh.layout
-    if layout.pp > 1:
-        raise ValueError(f"{layout}: pipeline stages have no form in this version")
+    keep_stage(network, mesh.place("pp"), layout.pp)
     if layout.ep > 1:
         for module in network.modules():
             if isinstance(module, Experts):

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3model.network import KimiK3ForConditionalGeneration
+from k3model.network import Arrangement, K3Output, KimiK3ForConditionalGeneration
 from k3model.parallel.global_loss import mean_loss
 from k3model.parallel.gradients import sum_gradients
 from k3model.parallel.mesh import Mesh
+from k3model.parallel.pipeline import StageLink, one_forward_one_backward
 
 
 @dataclass(frozen=True)
@@ -81,30 +82,96 @@ def forward_backward(
         backward: compute gradients too.
 
     Raises:
-        ValueError: there are no micro-batches, or gradients of an earlier pass are still there; labels are missing in a
-            pass that computes gradients.
+        ValueError: there are no micro-batches, ranks have unequally many, or stages have other ones; gradients of an
+            earlier pass are still there; labels are missing in a pass that computes gradients.
     """
     if not batches:
         raise ValueError("a step needs at least one micro-batch")
     if backward:
         _check_ready(network, batches)
-    counts = [_num_labels(network, batch) for batch in batches]
-    num_labels = torch.stack(counts).sum()
+    arranged = [network.arrange(**batch.inputs()) for batch in batches]
+    _check_same_batches(mesh, batches, arranged)
+    num_labels = torch.stack([_num_labels(network, one, batches[0].input_ids.device) for one in arranged]).sum()
     dist.all_reduce(num_labels, group=mesh.group("dp"))
-    token_losses: list[Tensor] = []
-    logits: list[Tensor | None] = []
+    tokens = [one.tokens // mesh.layout.sequence_parts for one in arranged]
+    run = _Pass(network, StageLink(mesh), batches, tokens, num_labels, with_logits=with_logits, backward=backward)
     with torch.set_grad_enabled(backward):
-        for batch in batches:
-            output = network(**batch.inputs(), with_logits=with_logits)
-            logits.append(None if output.logits is None else output.logits.detach())
-            token_losses.append(output.token_losses)
-            if backward:
-                # Summed over ranks, not averaged: the count is that of all ranks.
-                (output.loss_sum / num_labels.clamp(min=1)).backward()
+        for turn in one_forward_one_backward(mesh.layout.pp, mesh.place("pp"), len(batches)):
+            if turn.is_forward:
+                run.forward(turn.micro_batch)
+            elif backward:
+                run.backward(turn.micro_batch)
+    run.link.finish()
     if backward:
         sum_gradients(network, mesh)
-    loss = mean_loss(token_losses, num_labels, mesh)
-    return StepResult(loss, num_labels, tuple(token_losses), tuple(logits))
+    return StepResult(run.mean_loss(), num_labels, tuple(run.token_losses), tuple(run.logits))
+
+
+class _Pass:
+    """One rank's forward and backward passes of the micro-batches of a step."""
+
+    def __init__(
+        self,
+        network: KimiK3ForConditionalGeneration,
+        link: StageLink,
+        batches: Sequence[Batch],
+        tokens: Sequence[int],
+        num_labels: Tensor,
+        *,
+        with_logits: bool,
+        backward: bool,
+    ) -> None:
+        self.network, self.link, self.num_labels = network, link, num_labels
+        self.batches, self.tokens = batches, tokens
+        self.with_logits, self.has_backward = with_logits, backward
+        self.token_losses: list[Tensor] = []
+        self.logits: list[Tensor | None] = []
+        self.loss_dtype = torch.float32
+        # Of the micro-batches between their forward and their backward pass: what came in, what goes out.
+        self._open: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def forward(self, number: int) -> None:
+        """Of one micro-batch."""
+        batch = self.batches[number]
+        received = None
+        if not self.network.is_first_stage:
+            received = self.link.receive_stream(batch.input_ids.device).requires_grad_(self.has_backward)
+        stream = () if received is None else received.unbind()
+        output: K3Output = self.network(**batch.inputs(), with_logits=self.with_logits, stream=stream)
+        self.logits.append(None if output.logits is None else output.logits.detach())
+        if not self.network.is_last_stage:
+            sent = torch.stack(output.stream)
+            self.loss_dtype = torch.promote_types(torch.float32, sent.dtype)
+            self.link.send_stream(sent)
+            self._open[number] = (received, sent)
+        elif output.token_losses is not None and output.loss_sum is not None:
+            self.token_losses.append(output.token_losses)
+            # Summed over ranks, not averaged: the count is that of all ranks.
+            self._open[number] = (received, output.loss_sum / self.num_labels.clamp(min=1))
+        else:
+            losses = torch.zeros(batch.input_ids.shape[0], self.tokens[number], device=batch.input_ids.device)
+            self.token_losses.append(losses)
+        if not self.has_backward:
+            self._open.clear()
+
+    def backward(self, number: int) -> None:
+        """Of the same micro-batch; nothing of it is kept."""
+        received, result = self._open.pop(number)
+        gradient = None if self.network.is_last_stage else self.link.receive_gradient(result)
+        if result.requires_grad:
+            torch.autograd.backward(result, gradient)
+        if received is not None:
+            self.link.send_gradient(torch.zeros_like(received) if received.grad is None else received.grad)
+
+    def mean_loss(self) -> Tensor:
+        """The loss of the global batch on every rank of every stage."""
+        mesh = self.link.mesh
+        if self.network.is_last_stage:
+            loss = mean_loss(self.token_losses, self.num_labels, mesh)
+        else:
+            loss = torch.empty((), dtype=self.loss_dtype, device=self.num_labels.device)
+        dist.broadcast(loss, group=mesh.group("pp"), group_src=mesh.layout.pp - 1)
+        return loss
 
 
 def _check_ready(network: KimiK3ForConditionalGeneration, batches: Sequence[Batch]) -> None:
@@ -118,9 +185,30 @@ def _check_ready(network: KimiK3ForConditionalGeneration, batches: Sequence[Batc
         )
 
 
-def _num_labels(network: KimiK3ForConditionalGeneration, batch: Batch) -> Tensor:
+def _check_same_batches(mesh: Mesh, batches: Sequence[Batch], arranged: Sequence[Arrangement]) -> None:
+    """Refuse on all ranks what would leave some of them waiting for others."""
+    device = batches[0].input_ids.device
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(mesh.layout.world_size)]
+    dist.all_gather(counts, torch.tensor([len(batches)], device=device))
+    numbers = torch.cat(counts).tolist()
+    if len(set(numbers)) > 1:
+        raise ValueError(f"ranks have {numbers} micro-batches: a step needs as many on every rank")
+    if mesh.layout.pp == 1:
+        return
+    mine = torch.tensor(
+        [(batch.input_ids.shape[0], one.tokens) for batch, one in zip(batches, arranged, strict=True)], device=device
+    )
+    of_stages = [torch.empty_like(mine) for _ in range(mesh.layout.pp)]
+    dist.all_gather(of_stages, mine, group=mesh.group("pp"))
+    if any(not torch.equal(shapes, of_stages[0]) for shapes in of_stages):
+        raise ValueError(
+            f"stages have micro-batches of {[shapes.tolist() for shapes in of_stages]} rows and tokens: "
+            "every stage gets the same"
+        )
+
+
+def _num_labels(network: KimiK3ForConditionalGeneration, arranged: Arrangement, device: torch.device) -> Tensor:
     """How many labels of whole rows are counted: int64 0-d."""
-    shifted = network.arrange(**batch.inputs()).shifted_labels
-    if shifted is None:
-        return torch.zeros((), dtype=torch.int64, device=batch.input_ids.device)
-    return (shifted != network.config.ignore_index).sum()
+    if arranged.shifted_labels is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (arranged.shifted_labels != network.config.ignore_index).sum()

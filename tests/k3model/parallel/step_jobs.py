@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -46,9 +45,11 @@ def mesh_of(layout: Layout) -> Mesh:
 
 
 def laid_out(
-    layout: Layout, dtype: torch.dtype, model: Mapping[str, Any] | None = None
+    layout: Layout, dtype: torch.dtype, model: Mapping[str, Any] | None = None, frozen_but: str = ""
 ) -> tuple[KimiK3ForConditionalGeneration, Mesh]:
     network, mesh = build_network(dtype, **(model or {})), mesh_of(layout)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(frozen_but in name)
     parallelize(network, mesh)
     return network, mesh
 
@@ -68,14 +69,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def answer(network: KimiK3ForConditionalGeneration, mesh: Mesh, result: StepResult) -> dict[str, Any]:
-    """Everything that a test compares; gradients and their global values on rank 0 alone."""
+    """Everything that a test compares; gradients with their global values from one rank a stage."""
     norm = gradient_norm(network, mesh)
     gradients = {name: whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
     return {
         **vars(result),
         "norm": norm,
-        "missing": [name for name, p in network.named_parameters() if p.grad is None],
-        "gradients": gradients if dist.get_rank() == 0 else None,
+        "missing": [name for name, p in network.named_parameters() if p.grad is None and p.requires_grad],
+        "gradients": gradients if mesh.place("data") == 0 else {},
     }
 
 
@@ -86,9 +87,13 @@ def step(
     num_pieces: int = 1,
     dtype: torch.dtype = torch.float64,
     model: Mapping[str, Any] | None = None,
+    checkpointing: bool = False,
+    frozen_but: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    network, mesh = laid_out(layout, dtype, model)
+    """One step; parameters are trained where their names contain ``frozen_but``."""
+    network, mesh = laid_out(layout, dtype, model, frozen_but)
+    network.set_activation_checkpointing(checkpointing)
     result = forward_backward(network, mesh, micro_batches(rows, mesh, num_pieces), **options)
     return answer(network, mesh, result)
 
@@ -224,3 +229,15 @@ def foreign_optimizer(layout: Layout) -> None:
     network, mesh = laid_out(layout, torch.float32, {"num_layers": 1})
     other = torch.nn.Linear(2, 2)
     optimizer_state(network, torch.optim.AdamW(other.parameters()), mesh)
+
+
+def names_of_stage(layout: Layout, model: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of what a stage holds of a network that every rank has initialised alike."""
+    network, mesh = laid_out(layout, torch.float32, model)
+    return digests(sharded_state(network, mesh))
+
+
+def other_batch_on_the_last_stage(layout: Layout, rows: Rows, model: Mapping[str, Any]) -> None:
+    network, mesh = laid_out(layout, torch.float32, model)
+    mine = {name: value[:, : value.shape[1] - mesh.place("pp")] for name, value in rows.items()}
+    forward_backward(network, mesh, [Batch(**mine)], backward=False)

@@ -23,6 +23,7 @@ LAYOUTS = {
     "ep2": Layout(dp=2, ep=2),
     "ep2_fsdp4": Layout(dp=4, ep=2, shards_parameters=True),
     "sp2": Layout(sp=2),
+    "pp2": Layout(pp=2),
 }
 # Every layout saves once and loads once; the other pairs are slow.
 CYCLE = tuple(zip(LAYOUTS, [*list(LAYOUTS)[1:], "one"], strict=True))

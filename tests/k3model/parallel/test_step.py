@@ -145,7 +145,7 @@ def test_logits_are_kept_where_asked_and_no_gradient_where_not(run: Run) -> None
 
     for answer in answers:
         assert [logits.shape[:2] for logits in answer["logits"]] == [(2, 8), (2, 8)]
-        assert answer["gradients"] in ({}, None)
+        assert answer["gradients"] == {}
     assert run("step", LAYOUTS["sp2"], rows=rows(), backward=False)[0]["logits"] == (None,)
 
 
@@ -157,3 +157,10 @@ def test_gradients_of_a_step_before_are_refused(run: Run) -> None:
 def test_a_backward_pass_without_labels_is_refused(run: Run) -> None:
     with pytest.raises(RuntimeError, match="micro-batches without labels have no gradient: 0"):
         run("step", ONE, rows={"input_ids": tokens(1, 4)})
+
+
+def test_unequally_many_micro_batches_are_refused_on_every_rank(run: Run) -> None:
+    text = {"input_ids": tokens(1, 8), "labels": tokens(1, 8)}
+
+    with pytest.raises(RuntimeError, match=r"ranks have \[2, 1\] micro-batches"):
+        run("step_of_own_rows", LAYOUTS["fsdp2"], rows_of_dp=[[text, text], [text]])

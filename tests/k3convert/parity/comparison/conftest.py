@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ ROWS, TOKENS, HIDDEN, HEADS, EXPERTS, TOP, VOCABULARY = 2, 32, 24, 6, 8, 2, 40
 PREFIX = "language_model.model.layers"
 
 
-def _entries() -> Iterator[Entry]:
+def _entries(layers: Sequence[str]) -> Iterator[Entry]:
     """What a step of the imaginary network records."""
     hidden, order = (ROWS, TOKENS, HIDDEN), iter(range(10_000))
     backward = iter(range(10_000, 0, -1))
@@ -27,7 +28,7 @@ def _entries() -> Iterator[Entry]:
         yield Entry(Kind.OUTPUT_GRADIENT, name, next(backward), kind, layer, impl, "", hidden)
 
     parameter = iter(range(10_000))
-    for layer, attention in enumerate(LAYERS):
+    for layer, attention in enumerate(layers):
         base = f"{PREFIX}.{layer}"
         yield from module(f"{base}.self_attn.q_proj", "Linear", layer)
         yield Entry(
@@ -49,7 +50,11 @@ def _entries() -> Iterator[Entry]:
     yield Entry(Kind.GRADIENT_NORM, "gradient_norm", 0, "", None, "", "", ())
 
 
-ENTRIES = tuple(_entries())
+@cache
+def entries_of(layers: Sequence[str]) -> tuple[Entry, ...]:
+    return tuple(_entries(layers))
+
+
 Change = Callable[[Tensor], Tensor]
 
 
@@ -64,7 +69,7 @@ class Wanted:
         ranks: rows are spread over them.
         changes: what is done to a tensor after that.
         without: tensors that are not recorded.
-        shapes: other shapes.
+        layers: classes of the attention modules.
     """
 
     dtype: torch.dtype = torch.float32
@@ -73,11 +78,11 @@ class Wanted:
     ranks: int = 1
     changes: dict[tuple[Kind, str], Change] = field(default_factory=dict)
     without: frozenset[tuple[Kind, str]] = frozenset()
+    layers: tuple[str, ...] = LAYERS
 
 
-def golden_value(entry: Entry) -> Tensor:
-    """float64, from the name alone; tensors differ in scale by orders of magnitude."""
-    place = ENTRIES.index(entry)
+def golden_value(entry: Entry, place: int) -> Tensor:
+    """float64, from the place alone; tensors differ in scale by orders of magnitude."""
     generator = torch.Generator().manual_seed(place)
     value = torch.randn(entry.shape, generator=generator, dtype=torch.float64)
     return value if entry.kind in (Kind.ROUTING_SCORES, Kind.LOGITS) else value * 10.0 ** (place % 5 - 2)
@@ -85,12 +90,14 @@ def golden_value(entry: Entry) -> Tensor:
 
 def value_of(entry: Entry, wanted: Wanted) -> Tensor:
     """A tensor of an imaginary run."""
+    entries = entries_of(wanted.layers)
+    place = entries.index(entry)
     if entry.kind is Kind.ROUTED_EXPERTS:
-        scores = next(e for e in ENTRIES if e.key == (Kind.ROUTING_SCORES, entry.name))
+        scores = next(e for e in entries if e.key == (Kind.ROUTING_SCORES, entry.name))
         value = value_of(scores, wanted).topk(TOP, dim=-1).indices.sort(dim=-1).values
     else:
-        golden = golden_value(entry)
-        generator = torch.Generator().manual_seed(1000 * (wanted.seed + 1) + ENTRIES.index(entry))
+        golden = golden_value(entry, place)
+        generator = torch.Generator().manual_seed(1000 * (wanted.seed + 1) + place)
         noise = torch.randn(entry.shape, generator=generator, dtype=torch.float64)
         value = (golden + wanted.noise * noise * golden.square().mean().sqrt()).to(wanted.dtype)
     return wanted.changes.get(entry.key, lambda v: v)(value)
@@ -105,7 +112,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         records = [RankRecords() for _ in range(wanted.ranks)]
-        for entry in ENTRIES:
+        for entry in entries_of(wanted.layers):
             if entry.key in wanted.without:
                 continue
             value = value_of(entry, wanted)

@@ -108,6 +108,18 @@ def test_one_bad_layer_among_good_ones_is_found_and_named(judge: Callable[..., C
     assert found.first_outside.name == name
 
 
+def test_a_bad_layer_that_its_pool_hides_is_found_alone(make_run: MakeRun) -> None:
+    layers = ("KdaAttention",) * 12
+    key = (Kind.OUTPUT, Q_PROJ.format(7))
+    golden, baseline = make_run(dtype=torch.float64, layers=layers), make_run(**BF16, layers=layers)
+    candidate = make_run(**(BF16 | {"seed": 1}), layers=layers, changes={key: noisier(6.0)})
+
+    found = compare(parse_cell("dtype=bf16"), golden, baseline, candidate, ANYTHING)
+    assert not any(pool.is_outside for pool in found.pools)
+    assert found.verdict is Verdict.DIFFERENT
+    assert [tensor.entry.key for tensor in found.tensors if tensor.is_outside] == [key]
+
+
 def test_one_element_far_off_is_found_by_the_maximum(judge: Callable[..., CellComparison]) -> None:
     name = Q_PROJ.format(1)
 

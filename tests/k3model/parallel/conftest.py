@@ -29,7 +29,7 @@ class JobPool:
     def __init__(self, world_size: int) -> None:
         self.ranks = RankPool(world_size)
 
-    def run(self, job: str, *, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(self, job: str, *, timeout_s: float = 120.0, **arguments: Any) -> list[Any]:
         try:
             return self.ranks.run(f"{JOBS}:{job}", arguments, timeout_s=timeout_s)
         except RanksFailed as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
@@ -165,6 +165,22 @@ def step(
         "dtypes": {name: p.dtype for name, p in network.named_parameters()},
         "num_labels": int((result.token_losses[0] != 0).sum()),
     }
+
+
+def step_of_own_batches(layout: Layout | None, batches_of_dp: Sequence[Sequence[Mapping[str, Tensor]]]) -> Any:
+    """Loss and gradients where every rank of dp has batches of its own; all of them on one process without a layout."""
+    network = build_network(torch.float64)
+    network.set_activation_checkpointing(True)
+    if layout is None:
+        outs = [network(**batch) for batches in batches_of_dp for batch in batches]
+        loss = sum(out.loss_sum for out in outs) / sum(out.num_labels for out in outs)
+        loss.backward()
+        return {"loss": loss.detach(), "gradients": {n: p.grad for n, p in network.named_parameters()}}
+    mesh = mesh_of(layout)
+    parallelize(network, mesh)
+    result = forward_backward(network, mesh, [Batch(**batch) for batch in batches_of_dp[mesh.place("dp")]])
+    gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
+    return {"loss": result.loss, "gradients": gradients if dist.get_rank() == 0 else None}
 
 
 def pinned_forward(layout: Layout, batch: str, dtype: torch.dtype, model: Mapping[str, Any] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ Compare = Callable[..., list[Step]]
 SP2 = Layout(sp=2)
 SP2_EP2 = Layout(sp=2, ep=2)
 SP4 = Layout(sp=4)
+TIMING = {"K3_KDA_SP_TIMING": "1"}
+PHASES = {"project", "gather", "conv", "kernel", "scatter", "output"}
 
 
 @pytest.mark.parametrize("batch", ["packed", "padded"])
@@ -79,7 +82,9 @@ IMAGE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", IMAGE_LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["sp2", "cp2_fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp2_sp2", "dp2_sp2_fsdp"))]
+)
 def test_images_come_in_before_the_sequence_is_cut(compare: Compare, name: str) -> None:
     compare(IMAGE_LAYOUTS[name], "images", model={"vision": True})
 
@@ -137,3 +142,40 @@ def test_f06_shares_are_contiguous_and_in_the_order_of_ranks() -> None:
     shares = [SequenceShare(place, 4)(row) for place in range(4)]
 
     assert torch.equal(torch.cat(shares, dim=1), row)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathers"),
+    [(Layout(sp=2), False), (Layout(sp=2), True), (Layout(cp=2, sp=2), False)],
+    ids=["sp2", "sp2_gathered", "cp2_sp2"],
+)
+def test_row_33_rank_0_writes_one_notice_and_a_line_of_json_a_layer(pool: Pools, layout: Layout, gathers: bool) -> None:
+    variables = TIMING | ({"K3_KDA_HEAD_SHARD": "0"} if gathers else {})
+
+    answers = pool(layout.world_size).run("written_forward", layout=layout, variables=variables)
+
+    notice, *lines = answers[0].splitlines()
+    assert notice.startswith("K3_KDA_SP_TIMING=1")
+    records = [json.loads(line)["kda_sp_timing"] for line in lines]
+    assert [record["layer"] for record in records] == [
+        f"language_model.model.layers.{layer}.self_attn" for layer in (0, 1, 2)
+    ]
+    for record in records:
+        phases = dict(record["ms"])
+        total = phases.pop("layer")
+        assert set(phases) == PHASES
+        # each number is rounded to 1e-4
+        assert 0 < sum(phases.values()) <= total + 1e-3
+    assert answers[1:] == [""] * (layout.world_size - 1)
+
+
+@pytest.mark.parametrize("variables", [{}, {"K3_KDA_SP_TIMING": "0"}], ids=["unset", "0"])
+def test_row_33_off_makes_no_timer_and_waits_for_no_device(pool: Pools, variables: dict[str, str]) -> None:
+    answers = pool(2).run("written_forward", layout=Layout(sp=2), variables=variables, forbids_timing=True)
+
+    assert answers == ["", ""]
+
+
+def test_row_33_the_job_above_would_notice_a_timer(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match="a timer was made"):
+        pool(2).run("written_forward", layout=Layout(sp=2), variables=TIMING, forbids_timing=True)

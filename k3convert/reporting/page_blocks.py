@@ -152,7 +152,13 @@ class HeatMap:
         """How dark a cell is: 0 for none of the limit, 9 for all of it and beyond."""
         if value is None or math.isnan(value):
             return 0
-        return min(9, max(0, math.floor(9 * value / self.limit)))
+        return math.floor(9 * min(1.0, max(0.0, value / self.limit)))
+
+    def cell_text(self, value: float) -> str:
+        """A number in two digits."""
+        if value == 0:
+            return self.zero_text
+        return f"{value:.2g}" if math.isfinite(value) else number_text(value)
 
     def is_beyond(self, value: float | None) -> bool:
         """Whether a cell is marked as bad; NaN is."""

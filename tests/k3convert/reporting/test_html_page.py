@@ -200,10 +200,12 @@ def test_a_heat_map_marks_what_is_beyond_the_limit_and_leaves_gaps() -> None:
     assert ">=</td>" in text
 
 
-def test_a_nan_in_a_heat_map_is_beyond_every_limit() -> None:
-    text = page_with(HeatMap(["cell"], ["a"], [[math.nan]]))
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, "NaN ✗"), (math.inf, "∞ ✗")])
+def test_what_is_not_finite_is_beyond_every_limit_of_a_heat_map(value: float, shown: str) -> None:
+    text = page_with(HeatMap(["cell"], ["a"], [[value]]))
 
     assert "beyond" in str(parsed(text).named("td"))
+    assert shown in text
 
 
 def test_an_open_node_shows_its_children_at_once() -> None:

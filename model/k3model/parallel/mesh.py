@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from k3model.parallel.layout import Layout
+
+
+class UnitMeshes(NamedTuple):
+    """Over which ranks FSDP units lie, one axis each; all of experts come from one mesh, as FSDP2 wants it.
+
+    Attributes:
+        dense: the ranks that share a unit's parameters.
+        experts: the ranks that share the same experts.
+        ep: the ranks that divide the experts.
+    """
+
+    dense: DeviceMesh
+    experts: DeviceMesh
+    ep: DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,18 @@ class Mesh:
             data=by_stage["data"],
             back=by_stage["pp_back"],
         )
+
+    @cached_property
+    def shared_units(self) -> UnitMeshes:
+        """Units whose parameters the ranks of a stage share."""
+        return UnitMeshes(self.data, self.expert["ep_fsdp"], self.expert["ep"])
+
+    @cached_property
+    def units_of_one_rank(self) -> UnitMeshes:
+        """Units that share nothing, for what FSDP2 does beside sharding. The first use is a collective of all ranks."""
+        ranks = torch.arange(self.layout.world_size).view(-1, 1, self.layout.ep)
+        mesh = DeviceMesh(self.dense.device_type, ranks, mesh_dim_names=("rest", "alone", "ep"))
+        return UnitMeshes(mesh["alone"], mesh["alone"], mesh["ep"])
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along an axis of ``dense`` or ``expert``, ``data`` or ``pp_back``."""

@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from k3model.config import KimiK3Config
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.global_loss import mean_loss
 from k3model.parallel.gradients import gradient_norm
 from k3model.parallel.layout import Layout
 from k3model.parallel.mesh import Mesh
-from k3model.parallel.parallelize import parallelize
+from k3model.parallel.parallelize import materialise, parallelize
 from k3model.parallel.state import optimizer_state, sharded_state
 from k3model.parallel.step import Batch, StepResult, forward_backward
+from k3model.presets import tiny_config_dict
 
 
 def _load_jobs() -> Any:
@@ -45,12 +47,16 @@ def mesh_of(layout: Layout) -> Mesh:
 
 
 def laid_out(
-    layout: Layout, dtype: torch.dtype, model: Mapping[str, Any] | None = None, frozen_but: str = ""
+    layout: Layout,
+    dtype: torch.dtype,
+    model: Mapping[str, Any] | None = None,
+    frozen_but: str = "",
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[KimiK3ForConditionalGeneration, Mesh]:
     network, mesh = build_network(dtype, **(model or {})), mesh_of(layout)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(frozen_but in name)
-    parallelize(network, mesh)
+    parallelize(network, mesh, compute_dtype=compute_dtype)
     return network, mesh
 
 
@@ -75,6 +81,8 @@ def answer(network: KimiK3ForConditionalGeneration, mesh: Mesh, result: StepResu
     return {
         **vars(result),
         "norm": norm,
+        "dtypes": {p.dtype for p in network.parameters()}
+        | {p.grad.dtype for p in network.parameters() if p.grad is not None},
         "missing": [name for name, p in network.named_parameters() if p.grad is None and p.requires_grad],
         "gradients": gradients if mesh.place("data") == 0 else {},
     }
@@ -89,10 +97,11 @@ def step(
     model: Mapping[str, Any] | None = None,
     checkpointing: bool = False,
     frozen_but: str = "",
+    compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """One step; parameters are trained where their names contain ``frozen_but``."""
-    network, mesh = laid_out(layout, dtype, model, frozen_but)
+    network, mesh = laid_out(layout, dtype, model, frozen_but, compute_dtype)
     network.set_activation_checkpointing(checkpointing)
     result = forward_backward(network, mesh, micro_batches(rows, mesh, num_pieces), **options)
     return answer(network, mesh, result)
@@ -241,3 +250,51 @@ def other_batch_on_the_last_stage(layout: Layout, rows: Rows, model: Mapping[str
     network, mesh = laid_out(layout, torch.float32, model)
     mine = {name: value[:, : value.shape[1] - mesh.place("pp")] for name, value in rows.items()}
     forward_backward(network, mesh, [Batch(**mine)], backward=False)
+
+
+def config_of(*, num_layers: int, tied: bool = False, fields: Mapping[str, Any] | None = None) -> KimiK3Config:
+    raw = tiny_config_dict()
+    raw["text_config"] |= {**(fields or {}), "tie_word_embeddings": tied}
+    raw |= {"tie_word_embeddings": tied, "vision_config": None}
+    return KimiK3Config.from_dict(raw).with_num_layers(num_layers)
+
+
+def bf16_logits(layout: Layout, rows: Rows, model: Mapping[str, Any]) -> Tensor:
+    """Of a network that is stored in bfloat16."""
+    with torch.no_grad():
+        return build_network(torch.float32, **model).to(torch.bfloat16)(**rows).logits
+
+
+def save_weights(layout: Layout, rows: Rows, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(3)
+    network, mesh = KimiK3ForConditionalGeneration.from_config(config_of(**model)), mesh_of(layout)
+    parallelize(network, mesh)
+    state = sharded_state(network, mesh)
+    dcp.save({"model": state}, checkpoint_id=folder)
+    return {"tensors": digests(state), "loss": next_loss(network, mesh, rows)}
+
+
+def load_from_meta(
+    layout: Layout, rows: Rows, folder: Path, model: Mapping[str, Any], compute_dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """A network that no rank ever holds whole: what it is before and after a checkpoint is loaded."""
+    with torch.device("meta"):
+        network = KimiK3ForConditionalGeneration(config_of(**model))
+    mesh = mesh_of(layout)
+    parallelize(network, mesh, compute_dtype=compute_dtype)
+    on_meta = all(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))
+    materialise(network, "cpu")
+    state = sharded_state(network, mesh)
+    poisoned = all(whole(tensor).isnan().all() for tensor in state.values())
+    dcp.load({"model": state}, checkpoint_id=folder)
+    tensors = dict(network.named_parameters()) | dict(network.named_buffers())
+    return {
+        "on_meta": on_meta,
+        "poisoned": poisoned,
+        "tensors": digests({name: tensors[name] for name in tensors}),
+        "left": [name for name, tensor in tensors.items() if whole(tensor).isnan().any()],
+        "loss": next_loss(network, mesh, rows),
+        "is_tied": network.is_last_stage
+        and network.is_first_stage
+        and network.language_model.lm_head.weight is network.language_model.model.embed_tokens.weight,
+    }

@@ -19,8 +19,10 @@ from k3convert.cli import (
     inspect,
     make_tiny,
     ops,
+    selftest,
     smoke_train,
     verify,
+    verify_parity,
 )
 from k3convert.cli.console import Console
 from k3convert.errors import ExitCode, Interrupted, K3Error, UsageError, error_of_system
@@ -35,7 +37,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff, ops, coco_to_conversations, smoke_train):
+for module in (
+    make_tiny, inspect, hf_to_dcp, dcp_to_hf, verify, diff, ops, verify_parity, selftest, smoke_train,
+    coco_to_conversations,
+):  # fmt: skip
     app.command(module.NAME)(module.command)
 
 

@@ -28,6 +28,11 @@ class Console:
         if not self.quiet:
             print(f"note: {text}", file=sys.stderr)
 
+    def progress(self, text: str) -> None:
+        """What is being done now."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
     def detail(self, text: str) -> None:
         """Said under ``--verbose`` alone."""
         if self.verbose:

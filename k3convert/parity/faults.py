@@ -6,13 +6,14 @@ in memory; nothing on disk is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from k3convert.errors import UsageError
@@ -199,6 +200,48 @@ def _sum_gradients_times(times: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _drop_state(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Iterator[None]:
+    """What the ranks of cp before leave behind is not taken over."""
+    from k3model.parallel.context import _state_before as right
+
+    with patch("k3model.parallel.context._state_before", lambda *arguments: right(*arguments) * 0):
+        yield
+
+
+@contextmanager
+def _lose_border_label(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Iterator[None]:
+    """Labels are shifted inside each rank's share, so that the last token of a share has none."""
+    from k3model.parallel.sequence import SequenceShare
+
+    right = SequenceShare.__call__
+
+    def wrong(share: SequenceShare, x: Tensor) -> Tensor:
+        own = right(share, x)
+        if x.is_floating_point():
+            return own
+        own = own.clone()
+        own[:, -1] = network.config.ignore_index
+        return own
+
+    with patch.object(SequenceShare, "__call__", wrong):
+        yield
+
+
+@contextmanager
+def _average_over_ranks(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> Iterator[None]:
+    """The loss is the mean of every rank's own mean, though ranks count different numbers of labels."""
+
+    def wrong(token_losses: Sequence[Tensor], num_labels: Tensor, mesh: Mesh) -> Tensor:
+        own = torch.cat([losses.flatten() for losses in token_losses])
+        mean = own.sum() / (own != 0).sum().clamp(min=1)
+        dist.all_reduce(mean, group=mesh.group("data"))
+        return mean / mesh.layout.ranks_per_stage
+
+    with patch("k3model.parallel.step.mean_loss", wrong):
+        yield
+
+
 def _moe(network: KimiK3ForConditionalGeneration) -> SparseMoe:
     layer = network.language_model.model.layers.get(str(FAULTY_LAYER))  # type: ignore[operator]
     moe = getattr(layer, "block_sparse_moe", None)
@@ -255,6 +298,22 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
         "*",
         Kind.PARAMETER_GRADIENT,
         cell="sp=2",
+    ),
+    "dropped-cp-state": NetworkFault(
+        "the state of the ranks before is dropped",
+        _drop_state,
+        "language_model.model.layers.0.self_attn.o_norm",
+        cell="cp=2",
+    ),
+    "lost-border-label": NetworkFault(
+        "the label that is the next rank's first token is lost",
+        _lose_border_label,
+        "token_loss",
+        Kind.TOKEN_LOSS,
+        cell="sp=2",
+    ),
+    "mean-over-ranks": NetworkFault(
+        "the loss is the mean of the ranks' means", _average_over_ranks, "loss", Kind.LOSS, cell="ep=2"
     ),
 }
 """Faults by name."""

@@ -122,3 +122,9 @@ class RankShare:
         per_row = value.shape[0] // self.num_rows
         rest = tuple(value.shape[1:])
         return Place(value, (self.first_row * per_row, *(0,) * len(rest)), (self.batch.rows * per_row, *rest))
+
+
+def uncalled(layout: Layout) -> tuple[str, ...]:
+    """Ends of the names of modules whose weights a layout uses without calling them, so that they have no output."""
+    # of the gathered latent, each rank expands its own heads alone
+    return (".self_attn.kv_b_proj",) if layout.cp > 1 and layout.sp > 1 else ()

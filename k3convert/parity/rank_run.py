@@ -23,6 +23,7 @@ from k3convert.parity.placement import RankShare
 from k3convert.parity.recording import Recorder, Wishes
 from k3convert.parity.records import Kind, Run
 from k3convert.parity.run_spec import RankAnswer, RunSpec
+from k3kernels.first_config import untuned_kernels
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.gradients import clip_gradients, gradient_norm
 from k3model.parallel.layout import Layout
@@ -44,7 +45,8 @@ def run_cell(spec: RunSpec) -> RankAnswer:
     device = torch.device(spec.device_type)
     network = build_network(spec.checkpoint, spec.cell, device, spec.num_layers)
     mesh = mesh_of(spec.cell.layout, spec.device_type)
-    with plant(spec.fault, network, mesh), _head_shard(spec.cell.shards_heads):
+    # Tuning takes minutes and changes no kernel's arithmetic beyond what its configurations may.
+    with untuned_kernels(), plant(spec.fault, network, mesh), _head_shard(spec.cell.shards_heads):
         parallelize(network, mesh)
         if spec.perturbs:
             network.language_model.model.embed_tokens.register_forward_hook(_next_floats)

@@ -118,9 +118,10 @@ class Run:
 
     Args:
         folder: where the ranks of the run saved their records.
+        without: ends of names that are left out.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, without: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.entries: dict[tuple[Kind, str], Entry] = {}
         self._parts: dict[tuple[Kind, str], list[tuple[str, str, Chunk]]] = {}
@@ -128,6 +129,8 @@ class Run:
             for row in json.loads(path.read_text()):
                 fields, chunk = row["entry"], row["chunk"]
                 entry = Entry(**(fields | {"kind": Kind(fields["kind"]), "shape": tuple(fields["shape"])}))
+                if without and entry.name.endswith(without):
+                    continue
                 part = (path.stem, row["key"], Chunk(tuple(chunk["start"]), tuple(chunk["shape"]), chunk["is_partial"]))
                 self.entries.setdefault(entry.key, entry)
                 self._parts.setdefault(entry.key, []).append(part)

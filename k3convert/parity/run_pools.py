@@ -12,6 +12,7 @@ from k3convert.parity.pinned_shapes import ProductShape
 from k3convert.parity.records import Run
 from k3convert.parity.run_spec import RankAnswer, RunSpec
 from k3convert.ranks import RankPool
+from k3convert.ranks.launched import LaunchedRanks
 
 RANK_RUN = "k3convert.parity.rank_run"
 # Memory-backed where there is one: a run of a tiny network writes a hundred megabytes that live for a second.
@@ -50,10 +51,14 @@ class RunPools:
         device_type: ``cpu``, ``cuda`` or ``npu``.
         deterministic: whether ranks start with the environment of deterministic collectives.
         timeout_s: how long one run may take.
+        launched: ranks of a launcher, for cells of their number; other cells of several ranks cannot run then.
     """
 
-    def __init__(self, device_type: str, *, deterministic: bool, timeout_s: float) -> None:
+    def __init__(
+        self, device_type: str, *, deterministic: bool, timeout_s: float, launched: LaunchedRanks | None = None
+    ) -> None:
         self.device_type = device_type
+        self.launched = launched
         self.timeout_s = timeout_s
         self._environment = DETERMINISTIC_ENVIRONMENT if deterministic else {}
         self._pools: dict[int, RankPool] = {}
@@ -96,6 +101,8 @@ class RunPools:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _on_ranks(self, world_size: int, function: str, **arguments: Any) -> list[Any]:
+        if self.launched is not None and self.launched.world_size == world_size:
+            return self.launched.run(f"{RANK_RUN}:{function}", arguments, timeout_s=self.timeout_s)
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, device_type=self.device_type, environment=self._environment)
         return self._pools[world_size].run(f"{RANK_RUN}:{function}", arguments, timeout_s=self.timeout_s)

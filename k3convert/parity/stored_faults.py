@@ -40,8 +40,8 @@ class StoredFault:
     names: str
 
 
-def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[bool, str]:
-    """Damage a copy and load it: whether it was refused by the right name, and what was said."""
+def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[bool, bool, str]:
+    """Damage a copy and load it: whether it was refused, whether by the right name, and what was said."""
     copy = scratch / "damaged"
     shutil.copytree(checkpoint, copy)
     try:
@@ -49,10 +49,10 @@ def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[b
         load_model(copy)
     except K3Error as error:
         said = "\n".join(error.lines())
-        return fault.names in "\n".join((str(error), *error.offenders)), said
+        return True, fault.names in "\n".join((str(error), *error.offenders)), said
     finally:
         shutil.rmtree(copy)
-    return False, "the damaged checkpoint was loaded without a word"
+    return False, False, "the damaged checkpoint was loaded without a word"
 
 
 def _shard_of(folder: Path, name: str) -> Path:

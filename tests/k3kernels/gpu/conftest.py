@@ -4,78 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from k3kernels.first_config import first_config, untuned_kernels
+
 # The driver needs memory that torch's allocator does not hold: for code, and for registers that kernels spill.
 MEMORY_SHARE = 0.96
 MEASUREMENTS = "K3_GPU_MEASUREMENTS"
 AUTOTUNE = "K3_GPU_AUTOTUNE"
-TRITON_WARPS, TRITON_STAGES = 4, 3
 
 Report = Callable[..., None]
-
-
-@contextmanager
-def first_config(autotuner: type[Any]) -> Iterator[None]:
-    """Make an autotuner take the first configuration that runs, inside the block.
-
-    A library that tries dozens of configurations of each kernel compiles for minutes. What a kernel computes does not
-    depend on the choice; how fast it is does. Those nearest to Triton's defaults (4 warps, 3 stages) come first, and
-    one that needs more than the device has is passed over, as always.
-
-    Args:
-        autotuner: ``triton.runtime.autotuner.Autotuner``; its subclasses follow. Afterwards its instances choose anew.
-    """
-    prune, bench = autotuner.prune_configs, autotuner._bench
-    seen: dict[int, Any] = {}
-    settled: set[int] = set()
-
-    def prune_configs(self: Any, kwargs: dict[str, Any]) -> list[Any]:
-        seen[id(self)] = self
-        settled.discard(id(self))
-        return sorted(
-            prune(self, kwargs),
-            key=lambda config: (abs(config.num_warps - TRITON_WARPS), abs(config.num_stages - TRITON_STAGES)),
-        )
-
-    def bench_once(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        if id(self) in settled:
-            return [math.inf] * 3
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(vars(self), "do_bench", call_once)
-            timings: list[float] = bench(self, *args, config=config, **meta)
-        if math.isfinite(timings[0]):
-            settled.add(id(self))
-        return timings
-
-    def check_disk_cache(self: Any, key: Any, configs: Any, benchmark: Callable[[], None]) -> bool:
-        benchmark()
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotuner, "prune_configs", prune_configs)
-        patch.setattr(autotuner, "_bench", bench_once)
-        patch.setattr(autotuner, "check_disk_cache", check_disk_cache)
-        try:
-            yield
-        finally:
-            for tuner in seen.values():
-                tuner.cache.clear()
-
-
-def call_once(call: Callable[[], Any], quantiles: Any) -> list[float]:
-    """Stands for Triton's benchmark: the kernel runs, nothing is timed."""
-    call()
-    return [0.0] * len(quantiles)
 
 
 @pytest.fixture(name="first_config")
@@ -97,13 +42,8 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip("no CUDA device")
     torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     free_memory()
-    if find_spec("triton") is None or is_tuned():
+    with nullcontext() if is_tuned() else untuned_kernels():
         yield
-    else:
-        from triton.runtime.autotuner import Autotuner
-
-        with first_config(Autotuner):
-            yield
     free_memory()
 
 

@@ -1,0 +1,181 @@
+"""``verify-parity`` as one function: options in, report out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from k3convert.checkpoint.hub import resolve_source
+from k3convert.errors import ExitCode, NotPossibleHere, UsageError
+from k3convert.loading.checked_source import open_checked
+from k3convert.parity.cells import Cell, Precision
+from k3convert.parity.outcome import CellOutcome, Status
+from k3convert.parity.report.build import build_report
+from k3convert.parity.report.document import ParityReport, SessionDocument
+from k3convert.parity.run_pools import RunPools
+from k3convert.parity.run_spec import Level
+from k3convert.parity.session import ParitySession, SessionOptions
+from k3convert.parity.weights_digest import weights_digest
+from k3convert.ranks.launched import LaunchedRanks
+from k3model.census import census
+
+# Of the memory: weights and gradients of a golden run in float64 may take this part of it.
+GOLDEN_SHARE = 0.45
+BYTES_OF_GOLDEN = 16
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What ``verify-parity`` was asked.
+
+    Attributes:
+        checkpoint: folder, or hub id in the local cache.
+        matrix_cells: cells of a matrix; those that cannot run here are listed as not run.
+        named_cells: cells that were asked for one by one; one that cannot be is an error.
+        device_type: ``cpu``, ``cuda`` or ``npu``.
+        rows: of the global batch.
+        tokens: of a row.
+        seed: of the batch.
+        num_layers: only the first layers, or all.
+        level: how far errors travel.
+        deterministic: only deterministic algorithms and collectives.
+        fault: planted into every candidate.
+        perturbs: move every candidate's embeddings by one unit in the last place.
+        timeout_s: of one run of one cell.
+    """
+
+    checkpoint: str
+    matrix_cells: tuple[Cell, ...] = ()
+    named_cells: tuple[Cell, ...] = ()
+    device_type: str = "cpu"
+    rows: int = 4
+    tokens: int = 96
+    seed: int = 0
+    num_layers: int | None = None
+    level: Level = Level.MODEL
+    deterministic: bool = False
+    fault: str | None = None
+    perturbs: bool = False
+    timeout_s: float = 600.0
+
+
+def verify_parity(
+    options: VerifyOptions,
+    *,
+    on_cell: Callable[[Cell, int], None] = lambda cell, total: None,
+    on_outcome: Callable[[CellOutcome, ParitySession], None] = lambda outcome, session: None,
+    launched: LaunchedRanks | None = None,
+) -> ParityReport:
+    """Run cells and report on them.
+
+    Args:
+        options: what to run.
+        on_cell: hears of every cell before it runs, and how many there are.
+        on_outcome: hears of every outcome while what was recorded is still there.
+        launched: ranks of a launcher, where it started this process.
+
+    Raises:
+        NotPossibleHere: the device is not there.
+        UsageError: a named cell can mean nothing.
+        BadInput: the checkpoint is wrong.
+    """
+    check_device(options.device_type)
+    folder = resolve_source(options.checkpoint, download=False)
+    config = open_checked(folder, num_layers=options.num_layers).config
+    num_values = sum(prod(spec.shapes[0]) for spec in census(config, packed=False))
+    session_options = SessionOptions(
+        checkpoint=folder,
+        config=config,
+        device_type=options.device_type,
+        rows=options.rows,
+        tokens=options.tokens,
+        seed=options.seed,
+        num_layers=options.num_layers,
+        level=options.level,
+        deterministic=options.deterministic,
+        fault=options.fault,
+        perturbs=options.perturbs,
+        golden=_golden_precision(num_values, options.device_type),
+    )
+    cells = _distinct((*options.named_cells, *options.matrix_cells))
+    outcomes: list[CellOutcome] = []
+    with RunPools(
+        options.device_type, deterministic=options.deterministic, timeout_s=options.timeout_s, launched=launched
+    ) as pools:
+        session = ParitySession(session_options, pools, on_cell=lambda cell: on_cell(cell, len(cells)))
+        for cell in options.named_cells:
+            session.check(cell)
+        for outcome in session.run(cells):
+            on_outcome(outcome, session)
+            outcomes.append(outcome)
+    return build_report(outcomes, session_document(session_options), config)
+
+
+def exit_code_of(report: ParityReport) -> ExitCode:
+    """What a report tells the shell: a failed comparison before a dead rank, and a run of nothing is no pass."""
+    counts = report.counts
+    if counts.get(str(Status.FAILED)) or counts.get(str(Status.NONDETERMINISTIC)):
+        return ExitCode.VERDICT_NO
+    if counts.get(str(Status.DIED)):
+        return ExitCode.WORKER_DIED
+    if counts.get(str(Status.REFUSED)):
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE if counts.get(str(Status.PASSED)) else ExitCode.NOT_POSSIBLE_HERE
+
+
+def session_document(options: SessionOptions) -> SessionDocument:
+    """What all cells share, with the digest of the weights."""
+    return SessionDocument(
+        checkpoint=str(options.checkpoint),
+        weights_digest=weights_digest(options.checkpoint, options.num_layers),
+        seed=options.seed,
+        rows=options.rows,
+        tokens=options.tokens,
+        num_layers=options.num_layers,
+        level=str(options.level),
+        device=options.device_type,
+        golden_dtype=str(options.golden),
+        pins_shapes=options.pins_shapes,
+        deterministic=options.deterministic,
+        fault=options.fault,
+        perturbs=options.perturbs,
+    )
+
+
+def check_device(device_type: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        NotPossibleHere: torch finds none; for ``npu`` that may be because torch_npu is not installed.
+    """
+    if device_type == "cpu":
+        return
+    if not hasattr(torch, device_type) or not torch.get_device_module(device_type).is_available():
+        hint = "torch_npu provides it" if device_type == "npu" else "a CUDA build of torch and a driver provide it"
+        raise NotPossibleHere(f"--device {device_type}: torch {torch.__version__} finds no such device", hint=hint)
+
+
+def _golden_precision(num_values: int, device_type: str) -> Precision:
+    fits = num_values * BYTES_OF_GOLDEN <= GOLDEN_SHARE * _memory_bytes(device_type)
+    return Precision.FP64 if fits else Precision.FP32
+
+
+def _memory_bytes(device_type: str) -> int:
+    if device_type != "cpu":
+        free, _ = torch.get_device_module(device_type).mem_get_info()
+        return int(free)
+    if not _MEMINFO.exists():
+        return 1 << 62
+    lines = _MEMINFO.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _distinct(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    if not cells:
+        raise UsageError("no cell to run", hint="name one with --cell, or a matrix with --matrix")
+    return tuple({str(cell): cell for cell in cells}.values())

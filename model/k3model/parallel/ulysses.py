@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -41,11 +41,11 @@ def mix_whole_rows(
         return documents.unpack(o, batch, tokens)
 
 
-class HeadShardedKda:
-    """KDA with all tokens of ``H / n`` heads on every rank, so that the recurrence is exact.
+class _ExchangingKda(ABC):
+    """KDA whose recurrence runs on more tokens than the rank's own.
 
-    The projections and the output gate stay with the rank's tokens. One exchange carries what the recurrence reads;
-    convolutions and decay are sliced by head; a second exchange carries the heads' outputs back.
+    The projections and the output gate stay with the rank's tokens. One exchange carries what the recurrence reads, a
+    second brings the heads' outputs back.
 
     Args:
         group: the ranks of ``sp``.
@@ -53,7 +53,7 @@ class HeadShardedKda:
         phase: measures a phase.
     """
 
-    def __init__(self, group: dist.ProcessGroup, mix: MixHeads = mix_whole_rows, phase: Phase = untimed) -> None:
+    def __init__(self, group: dist.ProcessGroup, mix: MixHeads, phase: Phase) -> None:
         self.group, self.mix, self.phase = group, mix, phase
 
     def __call__(self, attention: KdaAttention, x_BTD: Tensor, documents: Documents) -> Tensor:
@@ -62,39 +62,59 @@ class HeadShardedKda:
             with self.phase("project"):
                 streams = attention.project(x_BTD)
             with self.phase("gather"):
-                mine = _split(sequence_to_heads(torch.cat(streams, dim=-1), self.group), streams)
-            first = dist.get_rank(self.group) * mine.q.shape[2]
-            o = self.mix(attention, mine, documents, slice(first, first + mine.q.shape[2]), self.phase)
+                widths = [stream.shape[-1] for stream in streams]
+                arrived = self.gather(torch.cat(streams, dim=-1))
+                streams = KdaStreams(*torch.split(arrived, widths, dim=-1))
+            o = self.mix(attention, streams, documents, self.heads_of(streams.q.shape[2]), self.phase)
             with self.phase("scatter"):
-                o = heads_to_sequence(o, self.group)
+                o = self.scatter(o)
             with self.phase("output"):
                 return attention.output(o, x_BTD)
 
+    @abstractmethod
+    def gather(self, x_BTHC: Tensor) -> Tensor:
+        """All heads of the rank's own tokens to some heads of all tokens."""
 
-class GatheredKda:
-    """KDA with everything on every rank: all heads of all tokens, of which the rank keeps its own tokens.
+    @abstractmethod
+    def heads_of(self, num_heads: int) -> slice:
+        """Which heads those are, given how many."""
 
-    Args:
-        group: the ranks of ``sp``.
-        mix: what runs on all tokens.
-        phase: measures a phase.
-    """
+    @abstractmethod
+    def scatter(self, o_BTHV: Tensor) -> Tensor:
+        """Some heads of all tokens to all heads of the rank's own tokens."""
 
-    def __init__(self, group: dist.ProcessGroup, mix: MixHeads = mix_whole_rows, phase: Phase = untimed) -> None:
-        self.group, self.mix, self.phase = group, mix, phase
 
-    def __call__(self, attention: KdaAttention, x_BTD: Tensor, documents: Documents) -> Tensor:
-        """``[B, T / n, hidden]`` to ``[B, T / n, hidden]``; ``documents`` are those of all tokens."""
-        with self.phase(LAYER):
-            with self.phase("project"):
-                streams = attention.project(x_BTD)
-            with self.phase("gather"):
-                everything = _split(gather_sequence(torch.cat(streams, dim=-1), self.group), streams)
-            o = self.mix(attention, everything, documents, slice(0, streams.q.shape[2]), self.phase)
-            with self.phase("scatter"):
-                o = o.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
-            with self.phase("output"):
-                return attention.output(o, x_BTD)
+class HeadShardedKda(_ExchangingKda):
+    """KDA with all tokens of ``H / n`` heads on every rank: convolutions and decay are sliced by head."""
+
+    def gather(self, x_BTHC: Tensor) -> Tensor:
+        """``[B, T / n, H, C]`` to ``[B, T, H / n, C]``."""
+        return sequence_to_heads(x_BTHC, self.group)
+
+    def heads_of(self, num_heads: int) -> slice:
+        """The rank's own run."""
+        first = dist.get_rank(self.group) * num_heads
+        return slice(first, first + num_heads)
+
+    def scatter(self, o_BTHV: Tensor) -> Tensor:
+        """``[B, T, H / n, V]`` to ``[B, T / n, H, V]``."""
+        return heads_to_sequence(o_BTHV, self.group)
+
+
+class GatheredKda(_ExchangingKda):
+    """KDA with all heads of all tokens on every rank, of which the rank keeps its own tokens."""
+
+    def gather(self, x_BTHC: Tensor) -> Tensor:
+        """``[B, T / n, H, C]`` to ``[B, T, H, C]``."""
+        return gather_sequence(x_BTHC, self.group)
+
+    def heads_of(self, num_heads: int) -> slice:
+        """All of them."""
+        return slice(0, num_heads)
+
+    def scatter(self, o_BTHV: Tensor) -> Tensor:
+        """``[B, T, H, V]`` to ``[B, T / n, H, V]``; nothing is sent."""
+        return o_BTHV.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
 
 
 class HeadShardedMla:
@@ -116,7 +136,3 @@ class HeadShardedMla:
         q, key_value = torch.split(exchanged, [q.shape[-1], key_value.shape[-1]], dim=-1)
         o = attention.mix(q, key_value, gather_sequence(shared, self.group), documents)
         return attention.output(heads_to_sequence(o, self.group), x_BTD)
-
-
-def _split(joined: Tensor, like: Sequence[Tensor]) -> KdaStreams:
-    return KdaStreams(*torch.split(joined, [stream.shape[-1] for stream in like], dim=-1))

@@ -37,12 +37,15 @@ def test_rows_30_31_f01_f09_four_heads_are_shared_by_two_and_four_ranks(
     compare(Layout(sp=degree), batch, model={"fields": jobs.FOUR_HEADS})
 
 
-@pytest.mark.parametrize("num_heads", [3, 6])
-def test_rows_34_f09_heads_that_the_ranks_do_not_divide_are_refused(pool: Pools, jobs: Any, num_heads: int) -> None:
-    kda = jobs.FOUR_HEADS["linear_attn_config"] | {"num_heads": num_heads}
-    model = {"fields": jobs.FOUR_HEADS | {"linear_attn_config": kda}}
+@pytest.mark.parametrize(("kda_heads", "mla_heads", "refused"), [(3, 4, 3), (6, 4, 6), (4, 6, 6)])
+def test_rows_34_f09_heads_of_either_kind_that_the_ranks_do_not_divide_are_refused(
+    pool: Pools, jobs: Any, kda_heads: int, mla_heads: int, refused: int
+) -> None:
+    kda = jobs.FOUR_HEADS["linear_attn_config"] | {"num_heads": kda_heads}
+    mla = {"num_attention_heads": mla_heads, "num_key_value_heads": mla_heads}
+    model = {"fields": jobs.FOUR_HEADS | mla | {"linear_attn_config": kda}}
 
-    with pytest.raises(RuntimeError, match=f"{num_heads} heads do not divide into sp=4"):
+    with pytest.raises(RuntimeError, match=f"sp=4 does not divide the {refused} heads"):
         pool(4).run("step", layout=SP4, batch=jobs.dense(), model=model)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from k3convert.parity import limits
 from k3convert.parity.cells import Cell, Precision
+from k3convert.parity.execution_order import in_order
 from k3convert.parity.expectation import Expectation
 from k3convert.parity.limits import Gate, Limit
 from k3convert.parity.logit_agreement import LogitAgreement, compare_logits
@@ -17,12 +18,7 @@ from k3convert.parity.measure import Measure, measure
 from k3convert.parity.pooling import Measured, Pool, Totals, gates_of, layer_kinds, make_pools, pool_key, sum_up
 from k3convert.parity.records import Entry, Kind, ReplicasDiffer, Run
 from k3convert.parity.routing_agreement import Recorded, RoutingAgreement, compare_routing
-
-# The order in which a step makes the kinds; gradients of parameters come with those of their modules' outputs.
-_FORWARD = (Kind.INPUT, Kind.ROUTING_SCORES, Kind.ROUTED_EXPERTS, Kind.OUTPUT)
-_AFTER_FORWARD = (Kind.LOGITS, Kind.TOKEN_LOSS, Kind.LOSS)
-_BACKWARD = (Kind.OUTPUT_GRADIENT, Kind.PARAMETER_GRADIENT, Kind.INPUT_GRADIENT)
-_LAST = (Kind.GRADIENT_NORM,)
+from k3convert.reporting.to_text import count_text
 
 
 class Verdict(StrEnum):
@@ -69,6 +65,16 @@ class TensorComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that a run has one of, such as its loss."""
+
+    kind: Kind
+    golden: float
+    baseline: float
+    candidate: float
+
+
+@dataclass(frozen=True, slots=True)
 class CellComparison:
     """A candidate run beside golden and baseline.
 
@@ -80,6 +86,7 @@ class CellComparison:
         pools: the tensors by kind, the worst first.
         routing: of the runs without forced routing; empty where no router was recorded.
         logits: None where none were recorded.
+        scalars: loss and gradient norm, where all three runs have them.
         faults: what could not be compared.
         first_outside: the first tensor in the order of execution that exceeds a limit, should be bitwise and is not, or
             has a fault.
@@ -93,6 +100,7 @@ class CellComparison:
     pools: tuple[Pool, ...]
     routing: RoutingAgreement
     logits: LogitAgreement | None
+    scalars: tuple[Scalar, ...]
     faults: tuple[Fault, ...]
     first_outside: Entry | None
     notes: tuple[str, ...] = ()
@@ -198,12 +206,15 @@ def compare_recorded(
     routing = compare_routing(*(free_runs or (golden, baseline, candidate)))
     if Kind.ROUTED_EXPERTS in expectation.bitwise and routing.num_flips:
         first = next(layer for layer in routing.layers if layer.num_flips)
-        faults.append(Fault(Kind.ROUTED_EXPERTS, first.name, f"{first.num_flips} tokens go to other experts"))
+        faults.append(
+            Fault(Kind.ROUTED_EXPERTS, first.name, f"{count_text(first.num_flips, 'token')} to other experts")
+        )
     elif routing.first_beyond is not None:
         first = routing.first_beyond
-        reason = f"{first.num_beyond} tokens go to other experts by more than noise explains"
+        reason = f"{count_text(first.num_beyond, 'token')} to other experts, by more than noise explains"
         faults.append(Fault(Kind.ROUTED_EXPERTS, first.name, reason))
-    logits = _logits(golden, baseline, candidate, cell.dtype, device)
+    faulty = {(fault.kind, fault.name) for fault in faults}
+    logits = _logits(golden, baseline, candidate, cell.dtype, device, faulty)
     notes += _cautions(pools, cell.dtype)
     is_different = faults or outside_pools or any(tensor.is_outside for tensor in tensors)
     if is_different or (logits is not None and logits.is_outside):
@@ -220,6 +231,7 @@ def compare_recorded(
         pools=pools,
         routing=routing,
         logits=logits,
+        scalars=_scalars(golden, baseline, candidate, faulty),
         faults=tuple(faults),
         first_outside=_first_outside(tensors, faults, dict(candidate.entries) | dict(baseline.entries)),
         notes=tuple(notes),
@@ -231,38 +243,6 @@ def _first_outside(
 ) -> Entry | None:
     keys = {tensor.entry.key for tensor in tensors if tensor.is_outside} | {(f.kind, f.name) for f in faults}
     return next((entry for entry in in_order(entries) if entry.key in keys), None)
-
-
-def in_order(entries: Mapping[tuple[Kind, str], Entry]) -> list[Entry]:
-    """Entries in the order in which one step makes them."""
-    outputs = {entry.name: entry.order for entry in entries.values() if entry.kind is Kind.OUTPUT}
-    gradients = {entry.name: entry.order for entry in entries.values() if entry.kind is Kind.OUTPUT_GRADIENT}
-
-    def place(entry: Entry) -> tuple[int, float, int]:
-        if entry.kind is Kind.INPUT:
-            return 0, outputs.get(entry.name.partition("#")[0], entry.order), _FORWARD.index(entry.kind)
-        if entry.kind in _FORWARD:
-            return 0, entry.order, _FORWARD.index(entry.kind)
-        if entry.kind in _AFTER_FORWARD:
-            return 1, _AFTER_FORWARD.index(entry.kind), 0
-        if entry.kind in _LAST:
-            return 3, 0, 0
-        order: float = entry.order
-        if entry.kind is Kind.PARAMETER_GRADIENT:
-            order = _order_of_owner(entry.name, gradients)
-        return 2, order, _BACKWARD.index(entry.kind)
-
-    return sorted(entries.values(), key=place)
-
-
-def _order_of_owner(parameter: str, gradients: Mapping[str, int]) -> float:
-    """When the gradient of the nearest module around a parameter that has one is made; last without any."""
-    module = parameter.rpartition(".")[0]
-    while module:
-        if module in gradients:
-            return gradients[module]
-        module = module.rpartition(".")[0]
-    return float("inf")
 
 
 def _measured(
@@ -331,12 +311,12 @@ def _judged(
     entry = tensor.entry
     is_required = entry.kind in expectation.bitwise
     gates: tuple[Gate, ...] = ()
-    if totals.num_values >= limits.POOLED_VALUES.value or not totals.has_ratio:
+    if not tensor.measure.is_bitwise and (totals.num_values >= limits.POOLED_VALUES.value or not totals.has_ratio):
         gates = gates_of(totals, limits.ceiling(entry.kind, entry.name, precision), room=limits.ALONE.value)
     if is_required:
         gates += (Gate(limits.BITWISE.name, float(not tensor.measure.is_bitwise), limits.BITWISE.value),)
     is_outside = any(gate.is_beyond for gate in gates)
-    if outside_pool is not None and not is_outside:
+    if outside_pool is not None and not is_outside and not tensor.measure.is_bitwise:
         is_outside = _exceeds(totals, outside_pool)
     return TensorComparison(entry, tensor.measure, totals, gates, is_required, is_outside)
 
@@ -354,19 +334,33 @@ def _exceeds(totals: Totals, pool: Pool) -> bool:
 
 
 def _logits(
-    golden: Recorded, baseline: Recorded, candidate: Recorded, precision: Precision, device: str | torch.device
+    golden: Recorded,
+    baseline: Recorded,
+    candidate: Recorded,
+    precision: Precision,
+    device: str | torch.device,
+    faulty: Collection[tuple[Kind, str]],
 ) -> LogitAgreement | None:
     runs = (candidate, baseline, golden)
     key = (Kind.LOGITS, str(Kind.LOGITS))
-    if not _all_have(runs, key):
+    if key in faulty or not _all_have(runs, key):
         return None
     tensors = [run.tensor(*key) for run in runs]
     loss_key = (Kind.TOKEN_LOSS, str(Kind.TOKEN_LOSS))
     losses = None
-    if _all_have(runs, loss_key):
+    if loss_key not in faulty and _all_have(runs, loss_key):
         own, base, want = (run.tensor(*loss_key) for run in runs)
         losses = (own, base, want)
     return compare_logits(tensors[0], tensors[1], tensors[2], precision, losses=losses, device=device)
+
+
+def _scalars(
+    golden: Recorded, baseline: Recorded, candidate: Recorded, faulty: Collection[tuple[Kind, str]]
+) -> tuple[Scalar, ...]:
+    keys = [(kind, str(kind)) for kind in (Kind.LOSS, Kind.GRADIENT_NORM)]
+    runs = (golden, baseline, candidate)
+    usable = [key for key in keys if key not in faulty and _all_have(runs, key)]
+    return tuple(Scalar(key[0], *(float(run.tensor(*key)) for run in runs)) for key in usable)
 
 
 def _all_have(runs: Collection[Recorded], key: tuple[Kind, str]) -> bool:
@@ -388,8 +382,3 @@ def _cautions(pools: Collection[Pool], precision: Precision) -> list[str]:
         f"the baseline itself is far from the golden run in {len(found)} of {len(pools)} pools; most in "
         f"{worst.key.path} ({worst.key.kind}): {worst.totals.baseline_rms:.2g} of the golden rms"
     ]
-
-
-__all__ = [
-    "CellComparison", "Expectation", "Fault", "TensorComparison", "Verdict", "compare", "compare_recorded", "in_order",
-]  # fmt: skip

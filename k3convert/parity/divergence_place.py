@@ -120,13 +120,16 @@ class Place:
     coordinates: tuple[tuple[str, int], ...]
     impl: str
 
+    @property
+    def where(self) -> str:
+        """The coordinates in words."""
+        return ", ".join(f"{name} {number}" for name, number in self.coordinates)
+
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"layer {self.layer} ({self.layer_kind}), "
-        where = ", ".join(f"{name} {number}" for name, number in self.coordinates)
         module = f"{self.module}, " if self.module else ""
-        return (
-            f"{layer}{module}{self.quantity}" + (f": {where}" if where else "") + (f" [{self.impl}]" * bool(self.impl))
-        )
+        impl = f" [{self.impl}]" if self.impl else ""
+        return f"{layer}{module}{self.quantity}{': ' if self.coordinates else ''}{self.where}{impl}"
 
 
 def place_of(entry: Entry, index: int | Sequence[int], config: KimiK3Config) -> Place:

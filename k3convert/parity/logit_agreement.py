@@ -89,7 +89,9 @@ def compare_logits(
         ]
         delta = None if losses is None else _nll_delta(losses[number], losses[2])
         of_run.append(_divergence(torch.cat(parts, dim=1), delta))
-    return LogitAgreement(num_tokens, of_run[0], of_run[1], _gates(of_run[0], of_run[1], num_tokens, precision))
+    # the baseline's own bits use nothing of any limit
+    gates = () if torch.equal(candidate, baseline) else _gates(of_run[0], of_run[1], num_tokens, precision)
+    return LogitAgreement(num_tokens, of_run[0], of_run[1], gates)
 
 
 def _slice_figures(own: Tensor, golden: Tensor) -> Tensor:

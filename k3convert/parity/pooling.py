@@ -144,7 +144,10 @@ def make_pools(tensors: Iterable[Measured], precision: Precision) -> tuple[Pool,
     for key, members in grouped.items():
         totals = sum_up(members)
         names = tuple(member.entry.name for member in members)
-        pools.append(Pool(key, names, totals, gates_of(totals, limits.ceiling(key.kind, key.path, precision))))
+        gates = gates_of(totals, limits.ceiling(key.kind, key.path, precision))
+        # the baseline's own bits use nothing of any limit
+        is_bitwise = all(member.measure.is_bitwise for member in members)
+        pools.append(Pool(key, names, totals, () if is_bitwise else gates))
     return tuple(sorted(pools, key=lambda pool: (-pool.headroom, pool.key)))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from markupsafe import Markup, escape
+
 from k3convert.reporting import chart_geometry
 from k3convert.reporting.page_blocks import (
     Facts,
@@ -64,7 +66,7 @@ def render_page(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"value": value_text, "number": number_text}
+    environment.filters |= {"value": value_text, "number": number_text, "breakable": _breakable}
     environment.tests |= {"mark": lambda value: isinstance(value, Mark)}
     environment.globals |= {
         "line_plot": chart_geometry.line_plot,
@@ -77,6 +79,14 @@ def render_page(page: Page) -> str:
 def write_page(page: Page, path: Path) -> None:
     """Write the page as one UTF-8 file."""
     path.write_text(render_page(page), encoding="utf-8")
+
+
+def _breakable(text: str) -> Markup:
+    """The text, escaped, that may break after the dots, commas and underscores of a name."""
+    escaped = str(escape(text))
+    for character in ".,_":
+        escaped = escaped.replace(character, f"{character}<wbr>")
+    return Markup(escaped)
 
 
 def _template_source(name: str) -> str:

@@ -73,7 +73,12 @@ def _flips(found: Mapping[str, Any]) -> str:
 def _failure(cell: Mapping[str, Any]) -> list[str]:
     lines = [f"{SYMBOLS[cell['status']]} {cell['cell']}"]
     found, divergence = cell["comparison"], cell["divergence"]
+    if cell["unsteady"]:
+        lines.append(f"{INDENT}not the same twice: {', '.join(cell['unsteady'][:SHOWN_FAULTS])}")
     if found:
+        for each in found["scalars"]:
+            values = (float(each[run]) for run in ("candidate", "baseline", "golden"))
+            lines.append(f"{INDENT}{each['kind']}: " + "{:.9g}, baseline {:.9g}, golden {:.9g}".format(*values))
         lines += [
             f"{INDENT}fault: {fault['name']} ({fault['kind']}): {fault['reason']}"
             for fault in found["faults"][:SHOWN_FAULTS]

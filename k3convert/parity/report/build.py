@@ -100,6 +100,7 @@ def comparison_document(
         tensors=tuple(_tensor(tensor, config) for tensor in different[:listed_tensors]),
         routing=tuple(d.RoutingDocument(**asdict(layer)) for layer in comparison.routing.layers),
         logits=None if comparison.logits is None else _logits(comparison.logits),
+        scalars=tuple(d.ScalarDocument(**asdict(scalar)) for scalar in comparison.scalars),
         faults=tuple(d.FaultDocument(**asdict(fault)) for fault in comparison.faults),
         notes=comparison.notes,
     )
@@ -148,7 +149,7 @@ def _tensor(tensor: TensorComparison, config: KimiK3Config) -> d.TensorDocument:
         difference=d.DifferenceDocument(**asdict(figures.difference)),
         candidate_digest=figures.candidate_digest,
         baseline_digest=figures.baseline_digest,
-        place=str(place_of(tensor.entry, at, config)) if at is not None and is_whole else None,
+        place=place_of(tensor.entry, at, config).where if at is not None and is_whole else None,
     )
 
 

@@ -103,7 +103,7 @@ class TensorDocument(_Document):
     difference: DifferenceDocument
     candidate_digest: str
     baseline_digest: str
-    place: str | None = Field(description="Where the largest difference is, in words; null where there is none.")
+    place: str | None = Field(description="Where the largest difference is; null where nothing differs.")
 
 
 class PoolDocument(_Document):
@@ -123,6 +123,15 @@ class PoolDocument(_Document):
     headroom: Figure
     is_outside: bool
     gates: tuple[GateDocument, ...]
+
+
+class ScalarDocument(_Document):
+    """A number that a run has one of: the loss, or the norm of all gradients."""
+
+    kind: str
+    golden: Figure
+    baseline: Figure
+    candidate: Figure
 
 
 class FlipDocument(_Document):
@@ -202,6 +211,7 @@ class ComparisonDocument(_Document):
     tensors: tuple[TensorDocument, ...]
     routing: tuple[RoutingDocument, ...]
     logits: LogitsDocument | None
+    scalars: tuple[ScalarDocument, ...]
     faults: tuple[FaultDocument, ...]
     notes: tuple[str, ...]
 

@@ -82,7 +82,7 @@ def _cells(report: d.ParityReport) -> Section:
             None if found is None else float(found.headroom),
             None if found is None else f"{found.num_bitwise} of {found.num_tensors}",
             None if found is None else sum(layer.num_flips for layer in found.routing),
-            cell.elapsed_s,
+            cell.elapsed_s or None,
             _what_happened(cell),
         ])  # fmt: skip
     head = ("cell", "status", "verdict", "headroom", "bitwise tensors", "routing flips", "seconds", "what")
@@ -101,10 +101,10 @@ def _what_happened(cell: d.CellDocument) -> str:
     found = cell.comparison
     if found is None:
         return cell.reason
-    if found.faults:
-        return f"{found.faults[0].name} ({found.faults[0].kind}): {found.faults[0].reason}"
     if found.first_outside is not None:
-        return f"begins at {found.first_outside.name} ({found.first_outside.kind})"
+        first = found.first_outside
+        reasons = [fault.reason for fault in found.faults if (fault.kind, fault.name) == (first.kind, first.name)]
+        return f"begins at {first.name} ({first.kind})" + "".join(f": {reason}" for reason in reasons)
     if cell.status == "failed":
         return "predictions differ"
     bitwise = f"bitwise: {', '.join(found.bitwise_kinds)}; " if found.bitwise_kinds else ""
@@ -201,7 +201,7 @@ def _distances(report: d.ParityReport, compared: Sequence[d.CellDocument]) -> Se
         if counts:
             bars = dict(zip(report.ulp_classes, counts, strict=True))
             title = f"{cell.cell}: forward and backward"
-            blocks.append(Histogram(bars, title, "units in the last place", "elements, up to", log_y=True))
+            blocks.append(Histogram(bars, title, "elements by distance in units in the last place, up to", log_y=True))
     return Section(
         "Distances from the baseline",
         blocks,
@@ -223,7 +223,8 @@ def _details(compared: Sequence[d.CellDocument]) -> Iterator[Section]:
         found = cell.comparison
         if found is None or found.verdict == "bitwise":
             continue
-        blocks: list[Block] = [_pools(found)]
+        blocks: list[Block] = [_scalars(found)] if found.scalars else []
+        blocks.append(_pools(found))
         if found.tensors:
             blocks.append(_tensors(found))
         if found.logits is not None:
@@ -235,6 +236,14 @@ def _details(compared: Sequence[d.CellDocument]) -> Iterator[Section]:
             blocks.append(Table(("name", "kind", "fault"), rows))
         blocks += [Text(note) for note in found.notes]
         yield Section(cell.cell, blocks)
+
+
+def _scalars(found: d.ComparisonDocument) -> Block:
+    rows: list[list[Value]] = [
+        [each.kind.replace("_", " "), *(f"{value:.9g}" for value in (each.candidate, each.baseline, each.golden))]
+        for each in found.scalars
+    ]
+    return Table(("", "candidate", "baseline", "golden"), rows)
 
 
 def _pools(found: d.ComparisonDocument) -> Block:

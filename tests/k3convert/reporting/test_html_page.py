@@ -30,7 +30,7 @@ from k3convert.reporting.html_page import (
 )
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>&amp;"
-VOID = {"meta", "br", "img", "input", "hr", "link"}
+VOID = {"wbr", "meta", "br", "img", "input", "hr", "link"}
 
 
 class Elements(HTMLParser):
@@ -246,3 +246,11 @@ def test_the_file_is_utf8_and_the_same_each_time(tmp_path: Path) -> None:
     write_page(page, tmp_path / "b.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert "größe ✗" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_a_long_name_may_break_at_its_dots_and_is_still_the_name() -> None:
+    name = "language_model.model.layers.0,<b>"
+
+    text = page_with(Table(["name"], [[name]]))
+    assert "layers.<wbr>0,<wbr>&lt;b&gt;" in text
+    assert name in "".join(parsed(text).text)

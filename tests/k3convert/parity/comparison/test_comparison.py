@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from k3convert.parity.cells import parse_cell
-from k3convert.parity.comparison import CellComparison, Verdict, compare, in_order
+from k3convert.parity.comparison import CellComparison, Verdict, compare
+from k3convert.parity.execution_order import in_order
 from k3convert.parity.expectation import EVERYTHING, FORWARD, Expectation
 from k3convert.parity.records import Entry, Kind, Run
 
@@ -63,7 +64,7 @@ def test_a_run_with_the_baselines_bits_is_bitwise_on_any_number_of_ranks(judge: 
     assert found.num_bitwise == len(found.tensors)
     assert found.first_outside is None
     assert found.first_different is None
-    assert found.headroom <= 1
+    assert found.headroom == 0
 
 
 def test_an_equally_good_run_is_within_tolerance(judge: Callable[..., CellComparison]) -> None:
@@ -81,6 +82,25 @@ def test_a_run_three_times_as_bad_is_different(judge: Callable[..., CellComparis
     assert found.verdict is Verdict.DIFFERENT
     assert found.first_outside is not None
     assert found.first_outside.name == Q_PROJ.format(0)
+
+
+def test_the_baselines_bits_pass_even_where_the_baseline_is_bad(make_run: MakeRun) -> None:
+    spoil = {(Kind.OUTPUT, Q_PROJ.format(0)): lambda value: value + 1}
+    golden, baseline = make_run(dtype=torch.float64), make_run(dtype=torch.float64, noise=1e-3, changes=spoil)
+
+    found = compare(parse_cell("dtype=fp64"), golden, baseline, baseline, ANYTHING)
+    assert found.verdict is Verdict.BITWISE
+    assert found.headroom == 0
+
+
+def test_loss_and_gradient_norm_stand_side_by_side(judge: Callable[..., CellComparison]) -> None:
+    found = judge(changes={(Kind.LOSS, "loss"): lambda value: value * 4})
+
+    loss, norm = found.scalars
+    assert (loss.kind, norm.kind) == (Kind.LOSS, Kind.GRADIENT_NORM)
+    assert loss.candidate == 4 * loss.baseline
+    assert norm.candidate == norm.baseline
+    assert loss.golden == pytest.approx(loss.baseline, rel=0.05)  # the baseline's noise and bf16
 
 
 def test_a_required_bit_makes_an_equally_good_run_different(judge: Callable[..., CellComparison]) -> None:

@@ -215,7 +215,7 @@ def test_the_page_shows_all_that_a_reader_needs(report: ParityReport, tmp_path: 
 
     words = Words()
     words.feed((tmp_path / "report.html").read_text(encoding="utf-8"))
-    text = " ".join(words.text)
+    text = "".join(words.text)
     for cell in report.cells:
         assert cell.cell in text
         assert cell.status in text

@@ -7,6 +7,7 @@ import torch
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.expert_dispatch import shard_experts
 from k3model.parallel.fully_sharded import shard_parameters
+from k3model.parallel.legality import network_problems
 from k3model.parallel.mesh import Mesh
 from k3model.parallel.pipeline import keep_stage
 from k3model.parallel.sequence import share_sequence
@@ -29,10 +30,12 @@ def parallelize(
             but for those that stay float32, and gradients are float32. None computes in the storage dtype.
 
     Raises:
-        ValueError: the environment's value is neither 0 nor 1, heads, experts or blocks do not divide, or parameters
-            to be cast are not float32.
+        ValueError: the network cannot be laid out so, with every reason, or parameters to be cast are not float32;
+            nothing has changed then. A value in the environment is neither 0 nor 1.
     """
     layout = mesh.layout
+    if problems := network_problems(layout, network.config):
+        raise ValueError("the network cannot be laid out so: " + "; ".join(problem.reason for problem in problems))
     if compute_dtype is not None:
         _check_master(network)
     # FSDP2 does the casts of replicated parameters too, in units of one rank each.

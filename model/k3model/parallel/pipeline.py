@@ -47,12 +47,10 @@ def keep_stage(network: KimiK3ForConditionalGeneration, stage: int, num_stages: 
     Embedding, vision tower and projector are the first stage's; the last mix, the norm and the head are the last's.
 
     Raises:
-        ValueError: the blocks do not make so many stages, or embedding and head are one parameter on two stages.
+        ValueError: the blocks do not make so many stages.
     """
     layers = stage_layers(network.config.text, num_stages)[stage]
     text, decoder = network.language_model, network.language_model.model
-    if num_stages > 1 and text.is_tied:
-        raise ValueError("embedding and head are one parameter, which cannot lie on two stages")
     for name in [name for name in decoder.layers if int(name) not in layers]:
         del decoder.layers[name]
     network.is_first_stage, network.is_last_stage = stage == 0, stage == num_stages - 1

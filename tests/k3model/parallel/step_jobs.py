@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
@@ -298,3 +299,16 @@ def load_from_meta(
         and network.is_first_stage
         and network.language_model.lm_head.weight is network.language_model.model.embed_tokens.weight,
     }
+
+
+def refused_layout(layout: Layout, asked: Layout, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``parallelize`` says to a layout whose ranks are not there; only the layout is read before it refuses."""
+    network = KimiK3ForConditionalGeneration(config_of(**model))
+    before = [(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()]
+    mesh = replace(mesh_of(layout), layout=asked)
+    try:
+        parallelize(network, mesh)
+    except ValueError as error:
+        reasons = str(error).partition(": ")[2].split("; ")
+    after = [(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()]
+    return {"reasons": reasons, "unchanged": after == before}

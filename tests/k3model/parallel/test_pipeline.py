@@ -26,6 +26,8 @@ ONE = Layout()
 # Blocks of two layers: layers 0-1, 2-3 and 4, KDA and MLA, experts from layer 1 on.
 MODEL = {"fields": {"attn_res_block_size": 2}, "num_layers": 5}
 
+TOO_SMALL = {"tied": True, "num_layers": 2, "fields": {"num_experts": 4}}
+
 
 @pytest.fixture
 def run(pool: Callable[[int], Any]) -> Run:
@@ -171,9 +173,17 @@ def test_stages_with_different_batches_are_told_so(run: Run) -> None:
         run("other_batch_on_the_last_stage", Layout(pp=2), rows=rows(), model=MODEL)
 
 
-def test_more_stages_than_blocks_and_an_output_are_refused(run: Run) -> None:
-    with pytest.raises(RuntimeError, match=r"2 blocks make 1\.\.3 stages, got 4"):
-        run("names_of_stage", Layout(pp=4), model={**MODEL, "num_layers": 4})
+def test_f07_f14_row_26_a_layout_that_cannot_be_is_refused_with_all_reasons_before_anything_changes(run: Run) -> None:
+    asked = Layout(pp=2, sp=4, dp=2, ep=8, shards_parameters=True)
+
+    (answer,) = run("refused_layout", ONE, asked=asked, model=TOO_SMALL)
+
+    assert answer["unchanged"]
+    assert answer["reasons"] == [
+        "sp=4 does not divide the 6 heads of the KDA layers",
+        "pp=2 puts the embedding and the head on two stages, but they are one parameter",
+        "ep=8 does not divide the 4 experts",
+    ]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])

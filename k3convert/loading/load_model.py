@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from k3convert.checkpoint.hub import resolve_source
-from k3convert.errors import CensusMismatch
-from k3convert.loading.checked_source import CheckedSource, open_checked
-from k3convert.loading.tensor_reader import CHUNK_BYTES, TensorReader
-from k3convert.mapping.k3 import K3
-from k3convert.planning.inventory import TIED
+from k3convert.loading.checked_source import open_checked
+from k3convert.loading.filling import fill
+from k3convert.loading.tensor_reader import CHUNK_BYTES
 from k3model.network import KimiK3ForConditionalGeneration
 
 _log = logging.getLogger(__name__)
@@ -85,47 +82,9 @@ def load_with_report(
     network = KimiK3ForConditionalGeneration.empty(
         config, dtype=getattr(torch, config.dtype) if dtype is None else dtype, device=device, ops=ops
     )
-    reader = TensorReader(source.checkpoint, chunk_bytes)
-    try:
-        num_tensors = _fill(network, source, reader)
-    finally:
-        reader.close()
+    num_tensors = fill(network.state_dict(), source, chunk_bytes=chunk_bytes)
     for key in config.unknown_keys:
         _log.warning("%s: config.json has the unknown field %s", path, key)
     if source.left_out:
         _log.warning("%s: %d entries are no part of the network: %s", path, len(source.left_out), source.left_out)
     return network, LoadReport(num_tensors, source.dropped, source.left_out, config.unknown_keys)
-
-
-@torch.no_grad()
-def _fill(network: KimiK3ForConditionalGeneration, source: CheckedSource, reader: TensorReader) -> int:
-    """Read every tensor of the network, which are those of the census; the number of tensors read."""
-    used: set[str] = set()
-    for fqn, tensor in network.state_dict().items():
-        if K3.is_stack(fqn):
-            for expert in range(tensor.shape[0]):
-                name = K3.to_hf(fqn, expert)
-                reader.read_into(name, tensor[expert])
-                used.add(name)
-            continue
-        name = K3.to_hf(fqn)
-        if name in TIED and source.config.text.tie_word_embeddings:
-            used |= _fill_tied(tensor, source, reader)
-            continue
-        reader.read_into(name, tensor)
-        used.add(name)
-    return len(used)
-
-
-def _fill_tied(tensor: Tensor, source: CheckedSource, reader: TensorReader) -> set[str]:
-    """Fill the one tensor that is embedding and head; a file may hold it under either name, or twice and equal."""
-    present = [name for name in TIED if name in source.tensors]
-    for number, name in enumerate(present):
-        earlier = tensor.clone() if number else None
-        reader.read_into(name, tensor)
-        if earlier is not None and not torch.equal(earlier, tensor):
-            raise CensusMismatch(
-                f"tie_word_embeddings is true, but {present[0]} and {name} differ",
-                hint="one of the two is wrong; nothing here can tell which",
-            )
-    return set(present)

@@ -51,15 +51,33 @@ class TensorReader:
             return
         if prod(stored_shape) != out.numel():
             raise BadInput(f"{name}: stored {list(stored_shape)}, the network has {list(out.shape)}")
-        target = out.view(stored_shape)
-        step = max(1, self._chunk_bytes // max(4, 4 * prod(stored_shape[1:])))
-        for first in range(0, stored_shape[0], step):
-            count = min(step, stored_shape[0] - first)
-            target[first : first + count].copy_(self._rows(name, tensor, first, count, out.dtype))
+        self._copy_rows(name, 0, out.view(stored_shape))
+
+    def num_rows(self, name: str) -> int:
+        """The stored length of a tensor along its first dim."""
+        return self._tensors[name].shape[0]
+
+    def read_rows_into(self, name: str, first: int, out: Tensor) -> None:
+        """Fill ``out`` with as many consecutive rows of a tensor, from ``first`` on; the other dims are all there.
+
+        Raises:
+            BadInput, UnrepresentableBlocks: as ``read_into``.
+        """
+        stored_shape = self._tensors[name].shape
+        if first + out.shape[0] > stored_shape[0] or prod(stored_shape[1:]) != prod(out.shape[1:]):
+            raise BadInput(f"{name}: stored {list(stored_shape)}, wanted {list(out.shape)} from row {first} on")
+        self._copy_rows(name, first, out.view(out.shape[0], *stored_shape[1:]))
 
     def close(self) -> None:
         """Close the files."""
         self._sources.close()
+
+    def _copy_rows(self, name: str, first: int, target: Tensor) -> None:
+        tensor, num_rows = self._tensors[name], target.shape[0]
+        step = max(1, self._chunk_bytes // max(4, 4 * prod(tensor.shape[1:])))
+        for start in range(0, num_rows, step):
+            count = min(step, num_rows - start)
+            target[start : start + count].copy_(self._rows(name, tensor, first + start, count, target.dtype))
 
     def _read_unpadded(self, name: str, tensor: LogicalTensor, out: Tensor) -> None:
         stored = self._rows(name, tensor, 0, tensor.shape[0], out.dtype)

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from k3convert.loading import load_model
+from k3convert.loading.checked_source import CheckedSource
+from k3convert.loading.filling import fill
 from k3convert.training.fake_quantization import quantize_experts
 from k3convert.training.parameter_groups import freeze
-from k3convert.training.recipe import Recipe
+from k3convert.training.recipe import Compute, Recipe
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.mesh import Mesh
-from k3model.parallel.parallelize import parallelize
+from k3model.parallel.parallelize import materialise, parallelize
+from k3model.parallel.state import sharded_state
 
 
-def build_network(recipe: Recipe, checkpoint: Path, mesh: Mesh, device: torch.device) -> KimiK3ForConditionalGeneration:
-    """Load a checkpoint into float32 masters, and lay them out. A collective.
+def build_network(
+    recipe: Recipe, source: CheckedSource, mesh: Mesh, device: torch.device
+) -> KimiK3ForConditionalGeneration:
+    """Lay a network out without memory, then read this rank's part of a checkpoint into float32 masters. A collective.
 
     Raises:
-        BadInput: the checkpoint is no complete K3 checkpoint.
+        BadInput: a file of the checkpoint is damaged.
         RuntimeError: an implementation cannot run here.
     """
-    network = load_model(
-        checkpoint, dtype=torch.float32, device=device, ops=recipe.ops, num_layers=recipe.model.num_layers
-    )
+    with torch.device("meta"):
+        network = KimiK3ForConditionalGeneration(source.config, recipe.ops)
+    network.to(torch.float32)
     freeze(network, recipe.training.freeze)
     network.set_activation_checkpointing(recipe.model.activation_checkpointing)
     if recipe.training.fake_quantization:
         quantize_experts(network)
-    parallelize(network, mesh)
+    parallelize(network, mesh, compute_dtype=torch.bfloat16 if recipe.compute is Compute.BF16 else None)
+    materialise(network, device)
+    fill(sharded_state(network, mesh), source)
     return network.train()

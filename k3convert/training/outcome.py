@@ -51,7 +51,7 @@ class Outcome:
         resumed_from: the step that the run went on from, 0 for a new one.
         vocab_size: of the network.
         num_parameters: of the network, and how many of them are trained.
-        planned_bytes: a rank's parameters, gradients and moments.
+        planned_bytes: parameters, gradients and moments of the rank that has most of them.
         resume_check: None where nothing was saved or the run was not finite.
         kernels: of the profiled step, where one was asked for.
         routes: tokens an expert got in the last step, a layer a row, and the numbers of these layers.

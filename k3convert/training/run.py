@@ -40,8 +40,9 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile:
     is_first = dist.get_rank() == 0
     device = _own_device(recipe.device)
     mesh = Mesh.build(recipe.degrees, device.type)
-    source = open_source(recipe, open_checked(checkpoint, num_layers=recipe.model.num_layers).config, checkpoint)
-    trainer = Trainer.build(recipe, checkpoint, source, mesh, device)
+    checked = open_checked(checkpoint, num_layers=recipe.model.num_layers)
+    source = open_source(recipe, checked.config, checkpoint)
+    trainer = Trainer.build(recipe, checked, source, mesh, device)
     if is_first and trainer.stream.num_left_out:
         tell(Noted(f"{trainer.stream.num_left_out} of {len(source)} documents are longer than a row and are left out"))
     resumed_from = _resume(trainer, out, tell if is_first else _silent) if resume else 0
@@ -66,7 +67,7 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile:
             saver.save(metrics.step, _state(trainer))
     saver.wait()
     routes = () if trainer.routes is None else tuple(tuple(counts) for counts in trainer.routes.tolist())
-    facts = (trainer.routers.layers, trainer.state_bytes.total, _num_parameters(trainer))
+    facts = (trainer.routers.layers, _largest(trainer, trainer.state_bytes.total), _num_parameters(trainer))
     vocab_size = trainer.network.config.text.vocab_size
     check = None
     if saving.every and is_finite:
@@ -74,7 +75,7 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile:
             tell(Noted(f"trying to resume from step {trainer.progress.step}"))
         probe, digest = trainer.advance(), state_digest(trainer.network, trainer.optimizer)
         del trainer  # its memory is wanted for the other
-        other = Trainer.build(recipe, checkpoint, source, mesh, device)
+        other = Trainer.build(recipe, checked, source, mesh, device)
         other.resume(step_path(out, last))
         again = other.advance()
         is_bitwise = again.loss == probe.loss and state_digest(other.network, other.optimizer) == digest
@@ -108,6 +109,13 @@ def _traced_step(trainer: Trainer, out: Path) -> tuple[StepMetrics, KernelReport
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     return run_state(trainer.network, trainer.optimizer, trainer.mesh, trainer.progress)
+
+
+def _largest(trainer: Trainer, number: int) -> int:
+    """Of all ranks' numbers. A collective."""
+    largest = torch.tensor(number, device=trainer.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _num_parameters(trainer: Trainer) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3convert.loading.checked_source import CheckedSource
 from k3convert.training.checkpoints.resuming import load_step
 from k3convert.training.checkpoints.state import Progress
 from k3convert.training.data.document import Source
@@ -51,7 +52,9 @@ class Trainer:
     routes: Tensor | None = None
 
     @classmethod
-    def build(cls, recipe: Recipe, checkpoint: Path, source: Source, mesh: Mesh, device: torch.device) -> Trainer:
+    def build(
+        cls, recipe: Recipe, checkpoint: CheckedSource, source: Source, mesh: Mesh, device: torch.device
+    ) -> Trainer:
         """Load the checkpoint, lay it out, and stand before the first step. A collective."""
         memory = MemoryWatch(device.type)
         torch.manual_seed(recipe.training.seed)

@@ -6,6 +6,7 @@ differs by far more than noise. So a flip is judged by the margin that the basel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,10 @@ SHOWN_FLIPS = 5
 class Recorded(Protocol):
     """Tensors of a run by kind and name: a ``Run``, or what a capture has of one."""
 
-    entries: dict[tuple[Kind, str], Entry]
+    @property
+    def entries(self) -> Mapping[tuple[Kind, str], Entry]:
+        """What was recorded."""
+        ...
 
     def tensor(self, kind: Kind, name: str) -> Tensor:
         """The global tensor, on the CPU, in its own dtype."""

@@ -23,11 +23,13 @@ class RouterWatch:
     """
 
     def __init__(self, network: KimiK3ForConditionalGeneration, *, pad_id: int | None, balances: bool) -> None:
-        self._network, self._pad_id, self._balances = network, pad_id, balances
+        self._network, self._pad_id = network, pad_id
         moe = network.config.text.moe
         self.num_experts = 0 if moe is None else moe.num_experts
         self.num_selected = 0 if moe is None else moe.num_experts_per_token
         layers = range(network.config.text.num_hidden_layers) if moe is not None else range(0)
+        # Where every token goes to every expert there is nothing to balance.
+        self._balances = balances and self.num_selected < self.num_experts
         # All layers on every rank, also those of other stages: counts are summed over all ranks.
         self.layers = [layer for layer in layers if network.config.text.is_moe(layer)]
         device = next(network.parameters()).device

@@ -14,6 +14,7 @@ from k3convert.parity.run_pools import RunPools
 from k3convert.parity.run_spec import RunSpec
 
 HEAD = "language_model.lm_head"
+_INSIDE_LAYERS = "language_model.model.layers."
 # The kinds that a module's own run is judged by, in the order in which they are made.
 _FORWARD_KINDS = (Kind.OUTPUT, Kind.ROUTED_EXPERTS, Kind.ROUTING_SCORES)
 _BACKWARD_KINDS = (Kind.OUTPUT_GRADIENT, Kind.INPUT_GRADIENT, Kind.PARAMETER_GRADIENT)
@@ -80,15 +81,27 @@ def find_divergence(pools: RunPools, baseline: RunSpec, candidate: RunSpec, firs
     module = _module_of(first)
     if module is None:
         return Divergence(first, "", Origin.NOT_A_MODULE)
+    differences = _run_alone(pools, baseline, candidate, module, first)
+    # What is not a module of its own, such as an op between two of them, shows in the module around it.
+    while not differences and (around := module.rpartition(".")[0]).startswith(_INSIDE_LAYERS):
+        module = around
+        differences = _run_alone(pools, baseline, candidate, module, first)
+    return Divergence(first, module, Origin.MODULE if differences else Origin.OUTSIDE, differences)
+
+
+def _run_alone(
+    pools: RunPools, baseline: RunSpec, candidate: RunSpec, module: str, first: Entry
+) -> tuple[IsolatedDifference, ...]:
     chosen = frozenset({module})
     reference = pools.run(replace(baseline, inputs_of=chosen, repeats=1))
     again = pools.run(
         replace(candidate, inputs_of=chosen, substituted=chosen, reference=str(reference.run.folder), repeats=1)
     )
-    differences = tuple(_differences(reference.run, again.run, module, is_backward=first.kind in _BACKWARD_KINDS))
+    is_backward = first.kind in _BACKWARD_KINDS
+    differences = tuple(_differences(reference.run, again.run, module, is_backward=is_backward))
     pools.forget(reference)
     pools.forget(again)
-    return Divergence(first, module, Origin.MODULE if differences else Origin.OUTSIDE, differences)
+    return differences
 
 
 def _module_of(entry: Entry) -> str | None:

@@ -35,6 +35,14 @@ from k3model.parallel.step import Batch, StepResult, forward_backward
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
 # Of the optimizer at level "train": large enough to move every weight in its own dtype.
 LEARNING_RATE = 1e-3
+REPORTED_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_MAX_NCHANNELS",
+    "HCCL_DETERMINISTIC",
+    "TRITON_F32_DEFAULT",
+)
 MAX_NORM = 1.0
 
 
@@ -189,8 +197,15 @@ def effective_flags() -> dict[str, str]:
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
             ).lower(),
         }
-    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "HCCL_DETERMINISTIC")
-    return flags | {name: os.environ[name] for name in names if name in os.environ}
+    names = (
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_MAX_NCHANNELS",
+        "HCCL_DETERMINISTIC",
+        "TRITON_F32_DEFAULT",
+    )
+    return flags | {name: os.environ[name] for name in REPORTED_VARIABLES if name in os.environ}
 
 
 def _record_results(recorder: Recorder, result: StepResult, shares: tuple[RankShare, ...]) -> None:

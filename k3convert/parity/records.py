@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,7 @@ class Run:
         self.folder = folder
         self.entries: dict[tuple[Kind, str], Entry] = {}
         self._parts: dict[tuple[Kind, str], list[tuple[str, str, Chunk]]] = {}
+        self._files: dict[str, Any] = {}
         for path in sorted(folder.glob("rank*.json")):
             for row in json.loads(path.read_text()):
                 fields, chunk = row["entry"], row["chunk"]
@@ -148,25 +151,45 @@ class Run:
             ReplicasDiffer: two ranks hold different copies of a part; the message says how many elements differ.
         """
         entry = self.entries[kind, name]
-        out = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        covered = torch.zeros(entry.shape, dtype=torch.bool)
+        boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         for stem, key, chunk in self._parts[kind, name]:
-            with safe_open(self.folder / f"{stem}.safetensors", framework="pt") as file:
-                part = file.get_tensor(key)
-            place = tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
-            seen = covered[place]
-            if chunk.is_partial:
-                # in rank order; a rank without a term has zeros
-                part = torch.where(seen, out[place] + part, part)
-            elif bool(seen.any()):
-                differs = (_bits(out[place]) != _bits(part)) & seen
-                if bool(differs.any()):
-                    raise ReplicasDiffer(f"{name} ({kind}): {int(differs.sum())} elements of {stem}'s copy differ")
-            out[place] = part
-            covered[place] = True
-        if not bool(covered.all()):
-            raise ValueError(f"{name} ({kind}): {int((~covered).sum())} of {covered.numel()} elements are on no rank")
-        return out
+            if 0 in chunk.shape and 0 not in entry.shape:
+                continue  # a rank that has nothing of it
+            part, box = self._file(stem).get_tensor(key), (chunk.start, chunk.shape)
+            if box not in boxes:
+                boxes[box] = part
+            elif chunk.is_partial:
+                boxes[box] = boxes[box] + part  # in rank order
+            elif not _same_bits(boxes[box], part):
+                num_differing = int((_bits(boxes[box]) != _bits(part)).sum())
+                raise ReplicasDiffer(f"{name} ({kind}): {num_differing} elements of {stem}'s copy differ")
+        return _joined(boxes, entry)
+
+    def _file(self, stem: str) -> Any:
+        """A rank's file, opened once: its header names a thousand tensors."""
+        if stem not in self._files:
+            self._files[stem] = safe_open(self.folder / f"{stem}.safetensors", framework="pt")
+        return self._files[stem]
+
+
+def _joined(boxes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], Tensor], entry: Entry) -> Tensor:
+    """One tensor of parts that cover it, none of it twice."""
+    if len(boxes) == 1 and next(iter(boxes))[1] == entry.shape:
+        return next(iter(boxes.values()))
+    num_covered = sum(prod(shape) for _, shape in boxes)
+    if num_covered != prod(entry.shape) or _overlap(list(boxes)):
+        raise ValueError(f"{entry.name} ({entry.kind}): {len(boxes)} parts hold {num_covered} of {prod(entry.shape)}")
+    out = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    for (start, shape), part in boxes.items():
+        out[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))] = part
+    return out
+
+
+def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    return any(
+        all(a < b + m and b < a + n for a, n, b, m in zip(start, shape, other, size, strict=True))
+        for (start, shape), (other, size) in combinations(boxes, 2)
+    )
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,6 +17,8 @@ from k3convert.ranks.launched import LaunchedRanks
 RANK_RUN = "k3convert.parity.rank_run"
 # Memory-backed where there is one: a run of a tiny network writes a hundred megabytes that live for a second.
 _SHARED_MEMORY = Path("/dev/shm")
+# Triton's products of float32 tiles are TF32 unless told otherwise; torch's are not either, see ``rank_run``.
+ARITHMETIC_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"}
 DETERMINISTIC_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Tree",
@@ -60,7 +62,7 @@ class RunPools:
         self.device_type = device_type
         self.launched = launched
         self.timeout_s = timeout_s
-        self._environment = DETERMINISTIC_ENVIRONMENT if deterministic else {}
+        self._environment = ARITHMETIC_ENVIRONMENT | (DETERMINISTIC_ENVIRONMENT if deterministic else {})
         self._pools: dict[int, RankPool] = {}
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         self._scratch = Path(tempfile.mkdtemp(prefix="k3parity-", dir=parent))

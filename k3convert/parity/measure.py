@@ -15,7 +15,9 @@ from torch import Tensor
 
 from k3convert.numerics import digest
 
-SLICE_VALUES = 1 << 22
+# In float64 a slice fits a core's cache on a CPU, and fills a device.
+CPU_SLICE_VALUES = 1 << 16
+DEVICE_SLICE_VALUES = 1 << 22
 # Upper ends of the classes of distances; the last class has none.
 ULP_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ULP_CLASSES = (*(str(edge) for edge in ULP_EDGES), f">{ULP_EDGES[-1]}")
@@ -112,7 +114,7 @@ def measure(
     golden: Tensor,
     *,
     device: str | torch.device = "cpu",
-    slice_values: int = SLICE_VALUES,
+    slice_values: int | None = None,
     candidate_digest: str | None = None,
     baseline_digest: str | None = None,
 ) -> Measure:
@@ -123,7 +125,7 @@ def measure(
         baseline: of the candidate's dtype and shape.
         golden: of the same shape, in a dtype that is as wide or wider.
         device: where slices are computed; it needs float64.
-        slice_values: elements at a time.
+        slice_values: elements at a time; None: as many as suit the device.
         candidate_digest: of the whole candidate, where this is a sample of it; None: of what is here.
         baseline_digest: likewise.
 
@@ -137,19 +139,21 @@ def measure(
     candidate_digest = candidate_digest or tensor_digest(candidate)
     baseline_digest = baseline_digest or tensor_digest(baseline)
     flat = tuple(tensor.reshape(-1) for tensor in (candidate, baseline, golden))
-    scale = _finite_rms(flat[2], device, slice_values)
-    sums_c, sums_b, found = _Sums(), _Sums(), Difference(ulp_counts=(0,) * len(ULP_CLASSES))
-    for start in range(0, flat[0].numel(), slice_values):
-        c, b, g = (tensor[start : start + slice_values].to(device) for tensor in flat)
+    size = slice_values or (CPU_SLICE_VALUES if torch.device(device).type == "cpu" else DEVICE_SLICE_VALUES)
+    scale = _finite_rms(flat[2], device, size)
+    sums_c, sums_b, found = _Sums(), _Sums(), Difference()
+    for start in range(0, flat[0].numel(), size):
+        c, b, g = (tensor[start : start + size].to(device) for tensor in flat)
+        b_64 = b.double()
         if torch.equal(_bits(c), _bits(b)):
-            counts = (b.numel() - int(b.isfinite().logical_not().sum()), *(0,) * (len(ULP_CLASSES) - 1))
-            found = _joined(found, Difference(ulp_counts=counts), start)
-            part = _errors_of((b,), g, scale)[0]
+            found = _joined(found, _no_difference(b), start)
+            part = _errors_of((b_64,), g.double(), scale)[0]
             sums_c.add(part)
             sums_b.add(part)
         else:
-            found = _joined(found, _difference(c, b), start)
-            part_c, part_b = _errors_of((c, b), g, scale)
+            c_64 = c.double()
+            found = _joined(found, _difference(c, b, c_64, b_64), start)
+            part_c, part_b = _errors_of((c_64, b_64), g.double(), scale)
             sums_c.add(part_c)
             sums_b.add(part_b)
     return Measure(
@@ -167,7 +171,7 @@ def measure(
 def tensor_digest(tensor: Tensor) -> str:
     """The digest of a tensor's elements in row-major order, little-endian, whatever its layout and device."""
     running = digest.new()
-    for piece in _slices(tensor.detach().reshape(-1), SLICE_VALUES):
+    for piece in _slices(tensor.detach().reshape(-1), DEVICE_SLICE_VALUES):
         raw = piece.cpu().contiguous().view(torch.uint8).numpy()
         if sys.byteorder == "big":
             raw = raw.reshape(-1, tensor.element_size())[:, ::-1].copy()
@@ -223,57 +227,81 @@ class _Sums:
         )
 
 
-def _errors_of(runs: tuple[Tensor, ...], golden: Tensor, scale: float) -> list[list[float]]:
+def _errors_of(runs: tuple[Tensor, ...], g: Tensor, scale: float) -> list[list[float]]:
     """Sums of the errors of each run over the elements that are finite in all of them and in the golden run."""
-    g = golden.double()
-    own = [run.double() for run in runs]
+    found = _sums_of(runs, g, scale)
+    # squares are finite where every element is; looking at each of them takes as long as all the sums
+    if all(math.isfinite(figure) for part in found for figure in part):
+        return found
     finite = g.isfinite()
-    for value in own:
+    for value in runs:
         finite &= value.isfinite()
-    num = int(finite.sum())
-    if num < g.numel():
-        g = g.where(finite, 0.0)
-        own = [value.where(finite, 0.0) for value in own]
-    size = g.abs().clamp(min=scale or 1.0)
+    found = _sums_of(tuple(value.where(finite, 0.0) for value in runs), g.where(finite, 0.0), scale)
+    return [[int(finite.count_nonzero()), *part[1:]] for part in found]
+
+
+def _sums_of(runs: tuple[Tensor, ...], g: Tensor, scale: float) -> list[list[float]]:
+    size = g.abs().clamp_(min=scale or 1.0)
     sign, golden_squares = g.sign(), g.dot(g)
-    out = []
-    for value in own:
+    out: list[list[float]] = []
+    for value in runs:
         error = value - g
         away = error.abs()
         figures = (
-            error.dot(error), error.sum(), error.dot(sign), away.max(), (away / size).max(), value.dot(g),
+            error.dot(error), error.sum(), error.dot(sign), away.max(), away.div_(size).max(), value.dot(g),
             value.dot(value), golden_squares,
         )  # fmt: skip
-        out.append([num, *torch.stack(figures).tolist()])
+        out.append([g.numel(), *torch.stack(figures).tolist()])
     return out
 
 
-def _difference(c: Tensor, b: Tensor) -> Difference:
-    bits_c, bits_b = _bits(c).long(), _bits(b).long()
+def _no_difference(b: Tensor) -> Difference:
+    num_finite = b.numel() if math.isfinite(float(b.sum(dtype=torch.float64))) else int(b.isfinite().count_nonzero())
+    return Difference(ulp_counts=(num_finite, *(0,) * (len(ULP_CLASSES) - 1)))
+
+
+def _difference(c: Tensor, b: Tensor, c_64: Tensor, b_64: Tensor) -> Difference:
+    """Compare two slices that differ; the last two arguments are their values in float64."""
+    # distances of one sign fit the dtype's own width, and 16 bits are widened so that they have one
+    bits_c, bits_b = (_bits(value).to(torch.promote_types(_bits(value).dtype, torch.int32)) for value in (c, b))
     different = bits_c != bits_b
     largest = torch.iinfo(_INTEGERS[c.element_size()]).max
     size_c, size_b = bits_c & largest, bits_b & largest
-    both_finite = c.isfinite() & b.isfinite()
-    flips = both_finite & ((bits_c < 0) != (bits_b < 0)) & (size_c != 0) & (size_b != 0)
-    distance = (size_c - size_b).abs()[both_finite & ~flips]
-    edges = torch.tensor(ULP_EDGES, device=c.device)
-    counts = torch.bincount(torch.bucketize(distance, edges), minlength=len(ULP_CLASSES))
-    same_non_finite = (c == b) | (c.isnan() & b.isnan())
-    away = (c.double() - b.double()).abs().where(both_finite, 0.0)
-    largest_away, at = away.max(dim=0)
-    place = int(at) if float(largest_away) > 0 else None
+    flips = ((bits_c ^ bits_b) < 0) & (size_c != 0) & (size_b != 0)
+    distance = (size_c - size_b).abs_()
+    away = (c_64 - b_64).abs_()
+    num_non_finite = 0
+    left_out = flips
+    if not math.isfinite(float(away.sum())):
+        both_finite = c_64.isfinite() & b_64.isfinite()
+        num_non_finite = int((~(both_finite | (c == b) | (c.isnan() & b.isnan()))).count_nonzero())
+        away.masked_fill_(~both_finite, 0.0)
+        flips = flips & both_finite
+        left_out = flips | ~both_finite
+    distance.masked_fill_(left_out, 0)
+    max_abs, at = away.max(dim=0)
+    place = int(at) if float(max_abs) > 0 else None
     return Difference(
-        num_different=int(different.sum()),
-        first=int(different.to(torch.uint8).argmax()) if bool(different.any()) else None,
+        num_different=int(different.count_nonzero()),
+        first=int(different.to(torch.uint8).argmax()),
         at=place,
         candidate_value=0.0 if place is None else float(c[place]),
         baseline_value=0.0 if place is None else float(b[place]),
-        max_abs=float(largest_away),
-        ulp_counts=tuple(counts.tolist()),
-        max_ulp=int(distance.max()) if distance.numel() else 0,
-        num_sign_flips=int(flips.sum()),
-        num_non_finite=int((~both_finite & ~same_non_finite).sum()),
+        max_abs=float(max_abs),
+        ulp_counts=_class_counts(distance, int(left_out.count_nonzero())),
+        max_ulp=int(distance.max()),
+        num_sign_flips=int(flips.count_nonzero()),
+        num_non_finite=num_non_finite,
     )
+
+
+def _class_counts(distance: Tensor, num_left_out: int) -> tuple[int, ...]:
+    """Counts by ``ULP_CLASSES``; elements that are left out have a distance of zero here."""
+    beyond = ULP_EDGES[-1] + 1
+    up_to = torch.bincount(distance.clamp(max=beyond), minlength=beyond + 1).cumsum(0)
+    sums = up_to[[*ULP_EDGES, beyond]].tolist()
+    first, *others = (after - before for before, after in zip([0, *sums[:-1]], sums, strict=True))
+    return (first - num_left_out, *others)
 
 
 def _joined(before: Difference, after: Difference, start: int) -> Difference:
@@ -298,10 +326,12 @@ def _finite_rms(flat: Tensor, device: str | torch.device, slice_values: int) -> 
     squares, num = 0.0, 0
     for piece in _slices(flat, slice_values):
         value = piece.to(device).double()
-        finite = value.isfinite()
-        value = value.where(finite, 0.0)
-        squares += float(value.dot(value))
-        num += int(finite.sum())
+        own, count = float(value.dot(value)), value.numel()
+        if not math.isfinite(own):
+            value = value[value.isfinite()]
+            own, count = float(value.dot(value)), value.numel()
+        squares += own
+        num += count
     return math.sqrt(squares / max(1, num))
 
 

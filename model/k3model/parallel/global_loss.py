@@ -1,53 +1,14 @@
-"""The loss of a batch that several ranks share: one sum of tokens over one count."""
+"""The loss of a batch that several ranks share: one sum of tokens over one count, in one order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3model.network import K3Output
 from k3model.parallel.mesh import Mesh
-
-
-class GlobalLoss(NamedTuple):
-    """A rank's part of the loss, and the whole.
-
-    Attributes:
-        share: 0-d, the sum over this rank's labels divided by the number of all labels; go backward from here. Its
-            gradients are summed over the ranks, not averaged.
-        total: 0-d, the mean over all counted labels; zero where none is counted. No gradient.
-        num_labels: int64 0-d, how many labels all ranks counted.
-    """
-
-    share: Tensor
-    total: Tensor
-    num_labels: Tensor
-
-
-def global_loss(output: K3Output, group: dist.ProcessGroup, *, num_labels: Tensor | None = None) -> GlobalLoss:
-    """Divide a rank's sum by the number of labels on all ranks. A collective, also for a rank without labels.
-
-    Args:
-        output: of this rank's share of the batch, with labels.
-        group: the ranks that share the batch.
-        num_labels: the count to divide by, where the batch goes through in several pieces; None counts this piece.
-
-    Raises:
-        ValueError: the output was made without labels.
-    """
-    if output.loss_sum is None or output.num_labels is None:
-        raise ValueError("the loss of a batch needs labels")
-    if num_labels is None:
-        num_labels = output.num_labels.clone()
-        dist.all_reduce(num_labels, group=group)
-    share = output.loss_sum / num_labels.clamp(min=1)
-    total = share.detach().clone()
-    dist.all_reduce(total, group=group)
-    return GlobalLoss(share, total, num_labels)
 
 
 def mean_loss(token_losses: Sequence[Tensor], num_labels: Tensor, mesh: Mesh) -> Tensor:
@@ -82,6 +43,7 @@ def _gathered(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     group = mesh.group(axis)
     if dist.get_world_size(group) == 1:
         return x
-    shards = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, x.contiguous(), group=group)
+    mine = x.contiguous()
+    shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, mine, group=group)
     return torch.cat(shards, dim=dim)

@@ -91,6 +91,20 @@ def test_rows_26_28_weights_and_moments_load_under_another_layout_to_the_bit(
     torch.testing.assert_close(read[0]["loss"], wrote[0]["loss"], rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
+def test_row_28_eight_ranks_save_experts_that_other_splits_of_them_load(run: Run, tmp_path: Path) -> None:
+    model = {"num_layers": 2}
+    batch = {name: torch.cat((ids, ids)) for name, ids in rows().items()}
+    wrote = run("save", Layout(dp=8, ep=4, shards_parameters=True), rows=batch, folder=tmp_path, model=model)
+
+    for ep in (2, 8, 1):
+        layout = Layout(dp=8, ep=ep, shards_parameters=True)
+        read = run("load", layout, rows=batch, folder=tmp_path, model=model)
+
+        for part in ("model", "optimizer"):
+            assert of_all_ranks(read, part) == of_all_ranks(wrote, part)
+
+
 @pytest.mark.parametrize("num_rows", [6, 7, 17])
 def test_c7_c8_rows_that_four_ranks_do_not_divide_load_on_three_on_two_and_on_one(
     run: Run, tmp_path: Path, num_rows: int

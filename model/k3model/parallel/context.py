@@ -47,12 +47,10 @@ class StatePassingKda:
         """Convolutions and recurrence of some heads or all: ``[B, T / n, H, V]``, zero at padding."""
         part = self.parts.of(documents, streams.q.shape[1])
         with phase("conv"):
-            # A convolution reads zeros before a document, and so it does at padding.
+            # Zeros before a row's tokens give zero keys, which leave the state at zero; nothing reads it behind them.
             streams = KdaStreams(*(part.without_padding(stream) for stream in streams))
             history = self._history(attention, streams, part)
             inputs = attention.prepare(streams, part.cu_seqlens, history, heads=heads)
-            # Without decay and correction a token leaves the state as it is.
-            inputs = inputs._replace(g=part.without_padding(inputs.g), beta=part.without_padding(inputs.beta))
         with phase("kernel"):
             left, transition = _state_map(attention, inputs, part.open_from)
             state = _state_before(left, transition, part.first_ranks, self.group)

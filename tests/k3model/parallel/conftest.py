@@ -15,6 +15,7 @@ from k3convert.ranks import RankPool, RanksFailed
 from k3model.parallel.layout import Layout
 
 JOBS = Path(__file__).resolve().parent / "jobs.py"
+STEP_JOBS = JOBS.with_name("step_jobs.py")
 
 # float64: sums over tokens are split between ranks, and matrix products have other numbers of rows, so that sums run in
 # another order. The tolerance leaves the rounding of such sums (1e-16 each) five decimal orders.
@@ -24,14 +25,14 @@ Step = dict[str, Any]
 
 
 class JobPool:
-    """Runs the functions of ``jobs.py`` on every rank."""
+    """Runs the functions of ``jobs.py``, or of another file, on every rank."""
 
     def __init__(self, world_size: int) -> None:
         self.ranks = RankPool(world_size)
 
-    def run(self, job: str, *, timeout_s: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(self, job: str, *, file: Path = JOBS, timeout_s: float = 120.0, **arguments: Any) -> list[Any]:
         try:
-            return self.ranks.run(f"{JOBS}:{job}", arguments, timeout_s=timeout_s)
+            return self.ranks.run(f"{file}:{job}", arguments, timeout_s=timeout_s)
         except RanksFailed as error:
             raise RuntimeError("\n".join((*error.offenders, str(error.cause)))) from error
 
@@ -49,6 +50,16 @@ def pool() -> Iterator[Callable[[int], JobPool]]:
     yield get
     for opened in pools.values():
         opened.ranks.close()
+
+
+@pytest.fixture(scope="session")
+def run(pool: Callable[[int], JobPool]) -> Callable[..., list[Any]]:
+    """Runs a function of ``step_jobs.py`` on the ranks of a layout: ``run(job, layout, ...)``."""
+
+    def on_ranks(job: str, layout: Layout, **arguments: Any) -> list[Any]:
+        return pool(layout.world_size).run(job, file=STEP_JOBS, layout=layout, **arguments)
+
+    return on_ranks
 
 
 @pytest.fixture(scope="session")

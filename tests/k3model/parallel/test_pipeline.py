@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from k3convert.ranks import RanksFailed
 from k3model.parallel.layout import Layout
 from k3model.parallel.pipeline import one_forward_one_backward
 
-JOBS = Path(__file__).with_name("step_jobs.py")
 Answers = list[dict[str, Any]]
 Run = Callable[..., Answers]
 
@@ -27,19 +24,6 @@ ONE = Layout()
 MODEL = {"fields": {"attn_res_block_size": 2}, "num_layers": 5}
 
 TOO_SMALL = {"tied": True, "num_layers": 2, "fields": {"num_experts": 4}}
-
-
-@pytest.fixture
-def run(pool: Callable[[int], Any]) -> Run:
-    """A job of ``step_jobs.py`` on the ranks of a layout."""
-
-    def on_ranks(job: str, layout: Layout, **arguments: Any) -> Answers:
-        try:
-            return pool(layout.world_size).ranks.run(f"{JOBS}:{job}", {"layout": layout, **arguments}, timeout_s=120.0)
-        except RanksFailed as error:
-            raise RuntimeError(str(error.cause)) from error
-
-    return on_ranks
 
 
 def tokens(batch: int, length: int) -> Tensor:

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from k3convert.ranks import RanksFailed
 from k3model.parallel.layout import Layout
 
-JOBS = Path(__file__).with_name("step_jobs.py")
 Answers = list[dict[str, Any]]
 Run = Callable[..., Answers]
 
@@ -33,19 +31,6 @@ PAIRS = [
 ]
 
 MODEL = {"fields": {"attn_res_block_size": 2}, "num_layers": 3}
-
-
-@pytest.fixture
-def run(pool: Callable[[int], Any]) -> Run:
-    """A job of ``step_jobs.py`` on the ranks of a layout."""
-
-    def on_ranks(job: str, layout: Layout, **arguments: Any) -> Answers:
-        try:
-            return pool(layout.world_size).ranks.run(f"{JOBS}:{job}", {"layout": layout, **arguments}, timeout_s=120.0)
-        except RanksFailed as error:
-            raise RuntimeError(str(error.cause)) from error
-
-    return on_ranks
 
 
 def rows() -> dict[str, torch.Tensor]:

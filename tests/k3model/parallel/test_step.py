@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from k3convert.ranks import RanksFailed
 from k3model.parallel.layout import Layout
 
-JOBS = Path(__file__).with_name("step_jobs.py")
 Answers = list[dict[str, Any]]
 Run = Callable[..., Answers]
 
@@ -29,20 +26,6 @@ LAYOUTS = {
     "fsdp2": Layout(dp=2, shards_parameters=True),
     "sp2_ep2_fsdp2": Layout(dp=2, sp=2, ep=2, shards_parameters=True),
 }
-
-
-@pytest.fixture
-def run(pool: Callable[[int], Any]) -> Run:
-    """A job of ``step_jobs.py`` on the ranks of a layout."""
-
-    def on_ranks(job: str, layout: Layout, **arguments: Any) -> Answers:
-        ranks = pool(layout.world_size).ranks
-        try:
-            return ranks.run(f"{JOBS}:{job}", {"layout": layout, **arguments}, timeout_s=60.0)
-        except RanksFailed as error:
-            raise RuntimeError(str(error.cause)) from error
-
-    return on_ranks
 
 
 def tokens(batch: int, length: int) -> Tensor:

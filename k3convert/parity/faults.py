@@ -243,7 +243,8 @@ def _average_over_ranks(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> 
 
 
 def _moe(network: KimiK3ForConditionalGeneration) -> SparseMoe:
-    layer = network.language_model.model.layers.get(str(FAULTY_LAYER))  # type: ignore[operator]
+    layers = network.language_model.model.layers
+    layer = layers[str(FAULTY_LAYER)] if str(FAULTY_LAYER) in layers else None
     moe = getattr(layer, "block_sparse_moe", None)
     if not isinstance(moe, SparseMoe):
         raise UsageError(f"this fault needs experts in layer {FAULTY_LAYER}, and the network has none there")

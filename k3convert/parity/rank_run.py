@@ -197,14 +197,6 @@ def effective_flags() -> dict[str, str]:
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
             ).lower(),
         }
-    names = (
-        "CUBLAS_WORKSPACE_CONFIG",
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_MAX_NCHANNELS",
-        "HCCL_DETERMINISTIC",
-        "TRITON_F32_DEFAULT",
-    )
     return flags | {name: os.environ[name] for name in REPORTED_VARIABLES if name in os.environ}
 
 

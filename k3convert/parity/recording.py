@@ -214,14 +214,16 @@ class Recorder:
     def _add_routing(
         self, name: str, router: Router, share: RankShare, x_ND: Tensor, output: tuple[Tensor, Tensor]
     ) -> None:
-        """Experts by ascending number with their weights, and what selected them."""
-        ids_NK, order_NK = output[0].sort(dim=-1)
+        """The chosen experts as they are chosen, their weights by ascending expert, and what selected them."""
+        # Nothing here may be part of the graph: a recomputation, which has no hooks, would save less.
         with torch.no_grad():
+            ids_NK, weights_NK = output
             choice_NE = router.choice(router.scores(x_ND))
+            weights_NK = weights_NK.gather(1, ids_NK.argsort(dim=-1))
         for kind, value in (
             (Kind.ROUTED_EXPERTS, ids_NK),
             (Kind.ROUTING_SCORES, choice_NE),
-            (Kind.OUTPUT, output[1].gather(1, order_NK)),
+            (Kind.OUTPUT, weights_NK),
         ):
             place = share.place(router, value, is_vision=False)
             if place is None:

@@ -264,6 +264,7 @@ def _view(finished: Finished, cell: Cell) -> Run:
 
 
 def _route_alike(a: Run, b: Run) -> bool:
+    """Whether both runs chose the same experts, in the same order: weights are summed in it."""
     return all(torch.equal(a.tensor(*entry.key), b.tensor(*entry.key)) for entry in a.of_kind(Kind.ROUTED_EXPERTS))
 
 

@@ -71,5 +71,13 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        scaled = (None if grad is None else _scaled(grad, grad_total) for grad in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """``grad`` times a number in the inside dtype: rounded to bfloat16 it would shift every gradient the same way."""
+    out = torch.empty_like(grad)
+    for rows, scaled in zip(grad.split(CHUNK_TOKENS), out.split(CHUNK_TOKENS), strict=True):
+        scaled.copy_(rows.to(factor.dtype) * factor)
+    return out

@@ -11,6 +11,7 @@ import typer
 
 from k3convert.cli.console import Console
 from k3convert.cli.options import AsJson, Debug, Quiet, Verbose
+from k3convert.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from k3convert.parity.cells import Cell
@@ -73,6 +74,12 @@ def command(
         Path | None,
         typer.Option("--report", metavar="DIR", help="Write report.json, report.html and junit.xml there."),
     ] = None,
+    capture: Annotated[
+        Path | None, typer.Option("--capture", metavar="DIR", help="Write captures for another machine; judge nothing.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="DIR", help="Judge the captures of another machine.")
+    ] = None,
     inject: Annotated[
         str | None, typer.Option("--inject", metavar="FAULT", help="Plant a fault into every candidate.")
     ] = None,
@@ -92,13 +99,18 @@ def command(
 
     Every cell is compared with the eager network on one rank in the same dtype, and both with a float64 run.
     """
+    from k3convert.parity.capturing import capture_cells, compare_captures
     from k3convert.parity.cells import parse_cell
     from k3convert.parity.matrix import Matrix, matrix_cells
     from k3convert.parity.report.files import write_report
     from k3convert.parity.run_spec import Level
     from k3convert.parity.verify import VerifyOptions, exit_code_of, verify_parity
     from k3convert.ranks.launched import LaunchedRanks, launched_world_size
+    from k3convert.reporting.captures_text import captures_text
     from k3convert.reporting.parity_text import parity_text
+
+    if capture is not None and against is not None:
+        raise UsageError("--capture writes what --against reads; give one of them")
 
     named = tuple(parse_cell(text) for text in cell or ())
     chosen = matrix or (None if named else MatrixName.SMOKE)
@@ -129,9 +141,17 @@ def command(
         num_done += 1
         console.progress(f"[{num_done}/{total}] {cell}")
 
-    result = verify_parity(options, on_cell=on_cell, launched=launched)
+    if capture is not None:
+        captured = capture_cells(options, capture, on_cell=on_cell, launched=launched)
+    elif against is not None:
+        result = compare_captures(options, against, on_cell=on_cell, launched=launched)
+    else:
+        result = verify_parity(options, on_cell=on_cell, launched=launched)
     if launched is not None:
         launched.close()
+    if capture is not None:
+        console.result(captured.document(), captures_text(captured.document()))
+        return ExitCode.DONE if captured.captured else ExitCode.NOT_POSSIBLE_HERE
     if report is not None:
         write_report(result, report)
         console.note(f"the report is in {report}")

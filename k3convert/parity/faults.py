@@ -243,9 +243,8 @@ def _average_over_ranks(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> 
 
 
 def _moe(network: KimiK3ForConditionalGeneration) -> SparseMoe:
-    layers = network.language_model.model.layers
-    layer = layers[str(FAULTY_LAYER)] if str(FAULTY_LAYER) in layers else None
-    moe = getattr(layer, "block_sparse_moe", None)
+    layers = dict(network.language_model.model.layers.items())
+    moe = getattr(layers.get(str(FAULTY_LAYER)), "block_sparse_moe", None)
     if not isinstance(moe, SparseMoe):
         raise UsageError(f"this fault needs experts in layer {FAULTY_LAYER}, and the network has none there")
     return moe

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from k3model.parallel.step import Batch
+from blake3 import blake3
 from torch import Tensor
 
 from k3convert.errors import UsageError
 from k3convert.parity.cells import DataKind
 from k3model.config import KimiK3Config
+from k3model.parallel.step import Batch
 
 # An image of this many patches, before the merge: rows and columns differ, and both are even.
 IMAGE_GRID = (1, 4, 6)
@@ -95,6 +96,17 @@ def rows_of_rank(micro_batches: tuple[MicroBatch, ...], dp: int, place: int) -> 
         return micro_batches[place * share : (place + 1) * share]
     (only,) = micro_batches
     return (MicroBatch(place * (num_rows // dp), _rows(only.batch, num_rows // dp)[place]),)
+
+
+def batch_digest(micro_batches: tuple[MicroBatch, ...]) -> str:
+    """BLAKE3 over names, shapes and bytes of everything in the batch."""
+    hasher = blake3()
+    for micro in micro_batches:
+        for name, value in vars(micro.batch).items():
+            if isinstance(value, Tensor):
+                hasher.update(f"{micro.first_row} {name} {value.dtype} {list(value.shape)}\n".encode())
+                hasher.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return str(hasher.hexdigest())
 
 
 def _rows(batch: Batch, size: int) -> list[Batch]:

@@ -188,6 +188,15 @@ class ParitySession:
             return None
         return find_divergence(self.pools, self._baseline_spec(cell), spec, first)
 
+    def run_forced(self, cell: Cell) -> Finished:
+        """Run a cell that can run here, its tokens sent where the baseline sends them.
+
+        Raises:
+            RanksFailed, RanksSilent: ranks failed, or did not answer.
+        """
+        spec = self._candidate_spec(cell, self.options.fault)
+        return self.pools.run(replace(spec, forces_routing=True, reference=str(self.baseline(cell).run.folder)))
+
     def baseline(self, cell: Cell) -> Finished:
         """The eager run of a cell's dtype and data on one rank."""
         key = (cell.dtype, cell.data)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -68,7 +69,6 @@ def verify_parity(
     options: VerifyOptions,
     *,
     on_cell: Callable[[Cell, int], None] = lambda cell, total: None,
-    on_outcome: Callable[[CellOutcome, ParitySession], None] = lambda outcome, session: None,
     launched: LaunchedRanks | None = None,
 ) -> ParityReport:
     """Run cells and report on them.
@@ -76,7 +76,6 @@ def verify_parity(
     Args:
         options: what to run.
         on_cell: hears of every cell before it runs, and how many there are.
-        on_outcome: hears of every outcome while what was recorded is still there.
         launched: ranks of a launcher, where it started this process.
 
     Raises:
@@ -84,11 +83,26 @@ def verify_parity(
         UsageError: a named cell can mean nothing.
         BadInput: the checkpoint is wrong.
     """
+    session_options = prepare(options)
+    outcomes: list[CellOutcome] = []
+    with open_session(options, session_options, on_cell=on_cell, launched=launched) as session:
+        for outcome in session.run(cells_of(options)):
+            outcomes.append(outcome)
+    return build_report(outcomes, session_document(session_options), session_options.config)
+
+
+def prepare(options: VerifyOptions) -> SessionOptions:
+    """Open the checkpoint, and settle what all cells share.
+
+    Raises:
+        NotPossibleHere: the device is not there.
+        BadInput: the checkpoint is wrong.
+    """
     check_device(options.device_type)
     folder = resolve_source(options.checkpoint, download=False)
     config = open_checked(folder, num_layers=options.num_layers).config
     num_values = sum(prod(spec.shapes[0]) for spec in census(config, packed=False))
-    session_options = SessionOptions(
+    return SessionOptions(
         checkpoint=folder,
         config=config,
         device_type=options.device_type,
@@ -102,18 +116,41 @@ def verify_parity(
         perturbs=options.perturbs,
         golden=_golden_precision(num_values, options.device_type),
     )
-    cells = _distinct((*options.named_cells, *options.matrix_cells))
-    outcomes: list[CellOutcome] = []
+
+
+@contextmanager
+def open_session(
+    options: VerifyOptions,
+    session_options: SessionOptions,
+    *,
+    on_cell: Callable[[Cell, int], None],
+    launched: LaunchedRanks | None,
+) -> Iterator[ParitySession]:
+    """A session with its pools, once every cell that was asked for by name has been looked at.
+
+    Raises:
+        UsageError: a named cell can mean nothing.
+    """
+    total = len(cells_of(options))
     with RunPools(
         options.device_type, deterministic=options.deterministic, timeout_s=options.timeout_s, launched=launched
     ) as pools:
-        session = ParitySession(session_options, pools, on_cell=lambda cell: on_cell(cell, len(cells)))
+        session = ParitySession(session_options, pools, on_cell=lambda cell: on_cell(cell, total))
         for cell in options.named_cells:
             session.check(cell)
-        for outcome in session.run(cells):
-            on_outcome(outcome, session)
-            outcomes.append(outcome)
-    return build_report(outcomes, session_document(session_options), config)
+        yield session
+
+
+def cells_of(options: VerifyOptions) -> tuple[Cell, ...]:
+    """Named cells and those of the matrix, each once.
+
+    Raises:
+        UsageError: there are none.
+    """
+    cells = (*options.named_cells, *options.matrix_cells)
+    if not cells:
+        raise UsageError("no cell to run", hint="name one with --cell, or a matrix with --matrix")
+    return tuple({str(cell): cell for cell in cells}.values())
 
 
 def exit_code_of(report: ParityReport) -> ExitCode:
@@ -173,9 +210,3 @@ def _memory_bytes(device_type: str) -> int:
         return 1 << 62
     lines = _MEMINFO.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _distinct(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    if not cells:
-        raise UsageError("no cell to run", hint="name one with --cell, or a matrix with --matrix")
-    return tuple({str(cell): cell for cell in cells}.values())

@@ -19,4 +19,4 @@ def weights_digest(checkpoint: Path, num_layers: int | None) -> str:
     for name, tensor in sorted(network.state_dict().items()):
         hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+    return str(hasher.hexdigest())

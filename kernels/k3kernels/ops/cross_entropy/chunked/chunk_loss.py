@@ -78,6 +78,7 @@ class _ChunkedSum(torch.autograd.Function):
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """``grad`` times a number in the inside dtype: rounded to bfloat16 it would shift every gradient the same way."""
     out = torch.empty_like(grad)
-    for rows, scaled in zip(grad.split(CHUNK_TOKENS), out.split(CHUNK_TOKENS), strict=True):
-        scaled.copy_(rows.to(factor.dtype) * factor)
+    for start in range(0, len(grad), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        out[rows] = grad[rows].to(factor.dtype) * factor
     return out

@@ -77,6 +77,12 @@ def test_f03_a_padded_row_computes_what_the_row_computes_without_its_padding(
         torch.testing.assert_close(answers[0]["gradients"][name], gradient, rtol=1e-9, atol=1e-11)
 
 
+def test_f16_rows_need_not_divide_among_the_ranks_of_a_row(compare: Compare, jobs: Any) -> None:
+    ids = jobs.tokens(3, 8)
+
+    compare(SP2, {"input_ids": ids, "labels": ids.clone()}, model={"num_layers": 1})
+
+
 IMAGE_LAYOUTS = {
     "sp2": SP2,
     "cp2_fsdp": Layout(cp=2, shards_parameters=True),

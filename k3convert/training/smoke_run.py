@@ -26,7 +26,7 @@ from k3convert.training.launch import (
 from k3convert.training.metrics import MetricsLog, Speed
 from k3convert.training.out_folder import BASE_NAME, REPORT_NAME, VERDICT_NAME, claim
 from k3convert.training.outcome import Outcome
-from k3convert.training.recipe import Recipe
+from k3convert.training.recipe import Recipe, SyntheticData
 from k3convert.training.training_report import RunRecord, write_report
 from k3convert.training.verdict import Verdict, judge
 from k3kernels.selection import OpsConfig
@@ -81,7 +81,7 @@ def smoke_train(
     """
     recipes = {"": recipe} if compare_impl is None else variants(recipe, compare_impl)
     for one in recipes.values():
-        _check_machine(one)
+        _check_possible(one)
     if is_under_torchrun():
         join_launcher(recipe)
     if is_first():
@@ -111,10 +111,12 @@ def smoke_train(
     return result
 
 
-def _check_machine(recipe: Recipe) -> None:
-    """Refuse what this machine cannot run, before anything is written."""
+def _check_possible(recipe: Recipe) -> None:
+    """Refuse what cannot run, here or anywhere, before anything is written."""
     import torch
 
+    if not isinstance(recipe.data, SyntheticData) and not recipe.data_path().is_file():
+        raise UsageError(f"{recipe.data_path()} is not a file")
     if recipe.device != "cpu":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != recipe.device:

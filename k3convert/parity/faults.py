@@ -29,6 +29,7 @@ FAULTY_MLA_LAYER = 3
 _EXPERTS = f"language_model.model.layers.{FAULTY_LAYER}.block_sparse_moe.experts"
 _GATE = f"language_model.model.layers.{FAULTY_LAYER}.block_sparse_moe.gate"
 _KDA = f"language_model.model.layers.{FAULTY_LAYER}.self_attn"
+_ROUTING = (Kind.ROUTING_SCORES, Kind.ROUTED_EXPERTS)
 _MLA = f"language_model.model.layers.{FAULTY_MLA_LAYER}.self_attn"
 
 
@@ -40,14 +41,14 @@ class NetworkFault:
         description: what goes wrong, in one line.
         plant: changes the network, before it is laid out, for as long as the context lasts.
         name: where the first difference must be found.
-        kind: of the tensor that differs there.
+        kinds: of the tensors that may differ there first.
         cell: the cell that shows it, beside dtype and data.
     """
 
     description: str
     plant: Callable[[KimiK3ForConditionalGeneration, Mesh], AbstractContextManager[Any]]
     name: str
-    kind: Kind = Kind.OUTPUT
+    kinds: tuple[Kind, ...] = (Kind.OUTPUT,)
     cell: str = ""
 
 
@@ -264,10 +265,10 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
     "lost-expert": NetworkFault("one expert of one layer holds zeros", _changes_experts(_lose_one), _EXPERTS),
     "shifted-scale": NetworkFault("one block's scale is off by one", _changes_experts(_shift_scale), _EXPERTS),
     "dropped-correction-bias": NetworkFault(
-        "experts are selected without the correction bias", _drop_correction_bias, _GATE, Kind.ROUTING_SCORES
+        "experts are selected without the correction bias", _drop_correction_bias, _GATE, _ROUTING
     ),
     "bf16-correction-bias": NetworkFault(
-        "the float32 correction bias went through bf16", _round_correction_bias, _GATE, Kind.ROUTING_SCORES
+        "the float32 correction bias went through bf16", _round_correction_bias, _GATE, _ROUTING
     ),
     "bf16-decay": NetworkFault("the float32 A_log went through bf16", _round_decay, f"{_KDA}.decay"),
     "router-weight-before-down": NetworkFault(
@@ -279,7 +280,7 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
     "latent-norm-eps": NetworkFault(
         "the norms of MLA's latents use the config's epsilon", _use_config_eps, f"{_MLA}.q_a_layernorm"
     ),
-    "rotated-keys": NetworkFault("the shared key channels of MLA are rotated", _rotate_keys, _MLA),
+    "rotated-keys": NetworkFault("the shared key channels of MLA are rotated", _rotate_keys, f"{_MLA}.o_proj"),
     "softplus-decay": NetworkFault("the decay has no lower bound", _use_softplus_gate, f"{_KDA}.decay"),
     "leaking-documents": NetworkFault(
         "packed documents leak into the next through KDA", _leak_documents, f"{_KDA}.q_conv1d", cell="data=packed"
@@ -289,14 +290,14 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
         "gradients are not summed over the ranks of sp",
         lambda network, mesh: _sum_gradients_times(0),
         "*",
-        Kind.PARAMETER_GRADIENT,
+        (Kind.PARAMETER_GRADIENT,),
         cell="sp=2",
     ),
     "doubled-sp-gradient": NetworkFault(
         "gradients are summed twice over the ranks of sp",
         lambda network, mesh: _sum_gradients_times(2),
         "*",
-        Kind.PARAMETER_GRADIENT,
+        (Kind.PARAMETER_GRADIENT,),
         cell="sp=2",
     ),
     "dropped-cp-state": NetworkFault(
@@ -309,11 +310,11 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
         "the label that is the next rank's first token is lost",
         _lose_border_label,
         "token_loss",
-        Kind.TOKEN_LOSS,
+        (Kind.TOKEN_LOSS,),
         cell="sp=2",
     ),
     "mean-over-ranks": NetworkFault(
-        "the loss is the mean of the ranks' means", _average_over_ranks, "loss", Kind.LOSS, cell="ep=2"
+        "the loss is the mean of the ranks' means", _average_over_ranks, "loss", (Kind.LOSS,), cell="ep=2"
     ),
 }
 """Faults by name."""

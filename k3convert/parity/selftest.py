@@ -133,8 +133,8 @@ def _result_of(name: str, fault: NetworkFault, outcome: CellOutcome) -> FaultRes
         name,
         fault.description,
         is_caught=outcome.status is Status.FAILED,
-        is_localised=found is not None and found[0] is fault.kind and fnmatchcase(found[1], fault.name),
-        wanted=f"{fault.name} ({fault.kind})",
+        is_localised=found is not None and found[0] in fault.kinds and fnmatchcase(found[1], fault.name),
+        wanted=f"{fault.name} ({' or '.join(fault.kinds)})",
         found=f"{found[1]} ({found[0]})" if found is not None else f"nowhere: {outcome.status}, {outcome.reason}",
     )
 

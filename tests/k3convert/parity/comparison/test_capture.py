@@ -210,6 +210,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "an unknown kind": spoil_json(lambda d: d["tensors"][0].update(kind="pickle")),
     "an unknown dtype": spoil_json(lambda d: d["tensors"][0].update(dtype="object")),
     "a negative size": spoil_json(lambda d: d["tensors"][0].update(shape=[-1, 4])),
+    "two negative sizes": spoil_json(
+        lambda d: next(t for t in d["tensors"] if t["shape"] == [24, 24]).update(shape=[-24, -24])
+    ),
     "a huge size": spoil_json(lambda d: d["tensors"][0].update(shape=[1 << 62, 1 << 62])),
     "many dims": spoil_json(lambda d: d["tensors"][0].update(shape=[1] * 9)),
     "a bad digest": spoil_json(lambda d: d["tensors"][0].update(digest="../../etc")),

@@ -312,3 +312,13 @@ def refused_layout(layout: Layout, asked: Layout, model: Mapping[str, Any]) -> d
         reasons = str(error).partition(": ")[2].split("; ")
     after = [(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()]
     return {"reasons": reasons, "unchanged": after == before}
+
+
+def moments_of_masters(layout: Layout, rows: Rows, model: Mapping[str, Any]) -> dict[str, tuple[str, torch.dtype]]:
+    """What an optimizer of float32 masters remembers beside its counters: kind of tensor and dtype by name."""
+    network, mesh = laid_out(layout, torch.float32, model, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(network.parameters(), foreach=False)
+    forward_backward(network, mesh, micro_batches(rows, mesh, 1))
+    optimizer.step()
+    state = optimizer_state(network, optimizer, mesh)
+    return {name: (type(value).__name__, value.dtype) for name, value in state.items() if not name.endswith(".step")}

@@ -92,3 +92,12 @@ def test_f13_a_tied_head_is_tied_after_meta(run: Run, tmp_path: Path, layout: La
         assert answer["tensors"] == wrote["tensors"]
         # float32 sums over other numbers of rows
         torch.testing.assert_close(answer["loss"], wrote["loss"], rtol=1e-5, atol=0)
+
+
+def test_f12_moments_are_float32_and_whole_where_nothing_is_sharded(run: Run) -> None:
+    (one,) = run("moments_of_masters", ONE, rows=rows(), model=MODEL)
+    sharded = run("moments_of_masters", FSDP2, rows=rows(), model=MODEL)[0]
+
+    assert set(one.values()) == {("Tensor", torch.float32)}
+    assert set(sharded.values()) == {("DTensor", torch.float32)}
+    assert one.keys() == sharded.keys()

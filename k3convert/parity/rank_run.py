@@ -99,7 +99,7 @@ def _run(
         _record_results(recorder, result, shares)
         recorder.add(Kind.GRADIENT_NORM, gradient_norm(network, mesh))
         recorder.detach()
-        recorder.add_parameter_gradients()
+        recorder.add_parameter_gradients(spec.sample_above)
         if first is None:
             first, step_s, peak_bytes = recorder, time.monotonic() - stepped, memory.peak_bytes
         else:

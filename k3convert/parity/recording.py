@@ -101,13 +101,15 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def add_parameter_gradients(self) -> None:
-        """Record this rank's part of every parameter's gradient."""
+    def add_parameter_gradients(self, sample_above: int | None = None) -> None:
+        """Record this rank's part of every parameter's gradient; of larger ones a sample, see ``RunSpec``."""
         modules = dict(self.network.named_modules())
         for order, (name, parameter) in enumerate(self.network.named_parameters()):
             gradient = parameter.grad
             if gradient is None:
                 continue
+            if sample_above is not None and gradient.numel() > sample_above:
+                gradient = gradient.flatten()[:: -(-gradient.numel() // sample_above)]
             owner = modules[name.rpartition(".")[0]]
             entry = Entry(
                 Kind.PARAMETER_GRADIENT, name, self.stage[0] * STAGE_STRIDE + order, class_name(owner),

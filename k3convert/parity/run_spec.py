@@ -41,6 +41,8 @@ class RunSpec:
         substituted: modules that get the reference's inputs.
         forces_routing: whether tokens go to the reference's experts.
         deterministic: whether torch may only use deterministic algorithms.
+        sample_above: of a parameter's gradient with more elements than this, as many at even distances are recorded;
+            None records all. On one rank only.
     """
 
     checkpoint: str
@@ -61,6 +63,7 @@ class RunSpec:
     substituted: frozenset[str] = frozenset()
     forces_routing: bool = False
     deterministic: bool = False
+    sample_above: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

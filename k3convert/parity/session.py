@@ -51,6 +51,7 @@ class SessionOptions:
         fault: a fault planted into every candidate.
         perturbs: whether every candidate's embeddings are moved by one unit in the last place.
         golden: dtype of the golden run.
+        sample_above: see ``RunSpec``.
     """
 
     checkpoint: Path
@@ -66,6 +67,7 @@ class SessionOptions:
     fault: str | None = None
     perturbs: bool = False
     golden: Precision = Precision.FP64
+    sample_above: int | None = None
 
 
 @dataclass
@@ -244,6 +246,7 @@ class ParitySession:
             num_layers=options.num_layers,
             pins_shapes=options.pins_shapes,
             deterministic=options.deterministic,
+            sample_above=options.sample_above,
             steps=TRAINED_STEPS if options.level is Level.TRAIN else 0,
         )
 
@@ -284,13 +287,12 @@ def known_impls(name: str) -> list[str]:
 
 
 def modules_of(run: Run, level: Level) -> frozenset[str]:
-    """The modules at which errors stop: every decoder layer, or every module that holds an op and no other such."""
+    """The modules at which errors stop: every decoder layer, and at level ``op`` every holder of an op within them."""
     outputs = list(run.of_kind(Kind.OUTPUT))
+    layers = frozenset(entry.name for entry in outputs if entry.module_type == "DecoderLayer")
     if level is Level.LAYER:
-        return frozenset(entry.name for entry in outputs if entry.module_type == "DecoderLayer")
-    holders = {
-        entry.name for entry in outputs if entry.impl and entry.module_type not in ("DecoderLayer", "TextDecoder")
-    }
-    return frozenset(
+        return layers
+    holders = {entry.name for entry in outputs if entry.impl and entry.module_type not in _MIXERS}
+    return layers | frozenset(
         name for name in holders if not any(name.startswith(f"{other}.") for other in holders if other != name)
     )

@@ -27,6 +27,9 @@ from k3model.census import census
 # Of the memory: weights and gradients of a golden run in float64 may take this part of it.
 GOLDEN_SHARE = 0.45
 BYTES_OF_GOLDEN = 16
+# A network with more values than this has its large gradients sampled: so many elements of each.
+WHOLE_GRADIENTS = 1 << 30
+SAMPLED_GRADIENT = 1 << 22
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -115,6 +118,7 @@ def prepare(options: VerifyOptions) -> SessionOptions:
         fault=options.fault,
         perturbs=options.perturbs,
         golden=_golden_precision(num_values, options.device_type),
+        sample_above=SAMPLED_GRADIENT if _samples(options, num_values) else None,
     )
 
 
@@ -195,6 +199,12 @@ def check_device(device_type: str) -> None:
     if not hasattr(torch, device_type) or not torch.get_device_module(device_type).is_available():
         hint = "torch_npu provides it" if device_type == "npu" else "a CUDA build of torch and a driver provide it"
         raise NotPossibleHere(f"--device {device_type}: torch {torch.__version__} finds no such device", hint=hint)
+
+
+def _samples(options: VerifyOptions, num_values: int) -> bool:
+    """Whether gradients are too many to be carried whole from the device and compared for every cell."""
+    is_one_rank = all(cell.layout.world_size == 1 for cell in cells_of(options))
+    return is_one_rank and num_values > WHOLE_GRADIENTS
 
 
 def _golden_precision(num_values: int, device_type: str) -> Precision:

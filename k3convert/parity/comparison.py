@@ -20,6 +20,8 @@ from k3convert.parity.records import Entry, Kind, ReplicasDiffer, Run
 from k3convert.parity.routing_agreement import Recorded, RoutingAgreement, compare_routing
 from k3convert.reporting.to_text import count_text
 
+_DTYPES = {Precision.FP64: torch.float64, Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+
 
 class Verdict(StrEnum):
     """What a comparison says."""
@@ -199,7 +201,7 @@ def compare_recorded(
     """
     faults: list[Fault] = []
     notes: list[str] = []
-    measured = list(_measured(golden, baseline, candidate, device, digests or {}, faults, notes))
+    measured = list(_measured(cell.dtype, golden, baseline, candidate, device, digests or {}, faults, notes))
     pools = make_pools(measured, cell.dtype)
     outside_pools = {pool.key: pool for pool in pools if pool.is_outside}
     tensors = [_judged(tensor, cell.dtype, expectation, outside_pools.get(tensor.key)) for tensor in measured]
@@ -246,6 +248,7 @@ def _first_outside(
 
 
 def _measured(
+    precision: Precision,
     golden: Recorded,
     baseline: Recorded,
     candidate: Recorded,
@@ -276,7 +279,8 @@ def _measured(
             own, baseline.tensor(entry.kind, entry.name), golden_tensor, device=device,
             candidate_digest=own_digest, baseline_digest=baseline_digest,
         )  # fmt: skip
-        yield Measured(entry, pool_key(entry, kinds), figures, str(golden_tensor.dtype).removeprefix("torch."))
+        has_ratio = torch.finfo(golden_tensor.dtype).eps < torch.finfo(_DTYPES[precision]).eps
+        yield Measured(entry, pool_key(entry, kinds), figures, has_ratio)
     for entry in in_order({key: e for key, e in candidate.entries.items() if key not in baseline.entries}):
         if _is_zero_gradient(entry, candidate):
             notes.append(f"{entry.name}: a gradient of zero, where the baseline has none")

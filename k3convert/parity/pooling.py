@@ -37,18 +37,25 @@ class PoolKey:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A tensor, its pool and its figures. ``golden_dtype`` is torch's name."""
+    """A tensor, its pool and its figures.
+
+    Attributes:
+        entry: as the baseline has it.
+        key: of its pool.
+        measure: its figures.
+        has_ratio: whether the golden tensor is more precise than the run: else its baseline's error means nothing.
+    """
 
     entry: Entry
     key: PoolKey
     measure: Measure
-    golden_dtype: str
+    has_ratio: bool
 
     @property
     def scale(self) -> float:
-        """What errors are divided by: the golden rms, or where that is zero the baseline's error, or infinitely small.
+        """What errors are divided by: the golden rms, or the baseline's error where that is zero.
 
-        Where golden and baseline are zero, anything else is infinitely far away.
+        Zero where golden and baseline are zero: anything else is infinitely far away then.
         """
         return self.measure.golden_rms or self.measure.baseline.rms
 
@@ -56,11 +63,6 @@ class Measured:
     def floor(self) -> float:
         """The least relative error that a baseline counts with: that of one rounding."""
         return half_ulp(getattr(torch, self.entry.dtype))
-
-    @property
-    def has_ratio(self) -> bool:
-        """Whether the golden run is more precise than the tensor: else its baseline's error means nothing."""
-        return torch.finfo(getattr(torch, self.golden_dtype)).eps < torch.finfo(getattr(torch, self.entry.dtype)).eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def gates_of(totals: Totals, ceiling: Limit, *, room: float = 1.0) -> tuple[Gate
         Gate(limits.RMS_RATIO.name, totals.rms_ratio, limits.RMS_RATIO.value * room),
         Gate(limits.MAX_RATIO.name, totals.max_ratio, limits.MAX_RATIO.value * room),
     )
-    if totals.baseline_bias > limits.BIAS.value or _is_below_rounding(totals):
+    if totals.baseline_bias > limits.BIAS.value or _is_harmless(totals):
         return (*ratios, non_finite)
     return (*ratios, Gate(limits.BIAS.name, totals.candidate_bias, limits.BIAS.value * room), non_finite)
 
@@ -230,6 +232,6 @@ def _pooled(parts: Sequence[_Relative], sizes: Sequence[int]) -> tuple[float, fl
     return rms, max(means) * math.sqrt(min(num, limits.BIAS_VALUES)) / rms
 
 
-def _is_below_rounding(totals: Totals) -> bool:
-    """Whether the candidate's errors are smaller than those a baseline counts with: their mean harms nobody."""
+def _is_harmless(totals: Totals) -> bool:
+    """Whether the candidate's errors are at most half of those a baseline counts with, whatever their mean."""
     return totals.candidate_rms <= totals.baseline_rms / limits.RMS_RATIO.value

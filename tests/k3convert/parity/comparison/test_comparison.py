@@ -263,6 +263,17 @@ def test_without_a_wider_golden_run_ceilings_decide(make_run: MakeRun) -> None:
     assert {gate.limit for pool in found.pools for gate in pool.gates if gate.is_beyond} == {"ceiling.fp64"}
 
 
+def test_a_float32_golden_run_is_precise_enough_for_all_of_a_bf16_run(make_run: MakeRun) -> None:
+    kept = {(Kind.OUTPUT, Q_PROJ.format(layer)): lambda value: value.float() for layer in range(4)}
+    golden = make_run(dtype=torch.float32)
+    baseline, candidate = (make_run(**(BF16 | {"seed": seed, "changes": kept})) for seed in (0, 1))
+
+    found = compare(parse_cell("dtype=bf16"), golden, baseline, candidate, ANYTHING)
+    tensor = found.tensor(Kind.OUTPUT, Q_PROJ.format(0))
+    assert tensor.entry.dtype == "float32"
+    assert "rms_ratio" in {gate.limit for gate in tensor.gates}
+
+
 def test_a_baseline_that_is_a_copy_counts_with_half_a_unit(make_run: MakeRun) -> None:
     rounded = make_run(dtype=torch.float64, changes={})
     exact = {entry.key: lambda value: value.float().double() for entry in rounded.entries.values()

@@ -78,6 +78,12 @@ def test_a_cell_that_is_gone_fails_or_no_longer_runs_is_one(report: Callable[...
     assert any("is failed" in each.what for each in regressions(old, report(seed=1, noise=0.02)))
 
 
+def test_a_cell_that_had_failed_has_nothing_to_lose(report: Callable[..., ParityReport]) -> None:
+    failed = report(seed=1, noise=0.02)
+
+    assert regressions(failed, failed.model_copy(update={"cells": ()})) == ()
+
+
 def test_reports_of_other_weights_or_inputs_are_refused(report: Callable[..., ParityReport]) -> None:
     other = SESSION.model_copy(update={"weights_digest": "cd" * 32, "seed": 7})
 

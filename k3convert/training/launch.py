@@ -14,10 +14,10 @@ from k3convert.ranks.worker import BACKENDS
 from k3convert.training.events import Event
 from k3convert.training.outcome import Outcome
 from k3convert.training.progress_channel import ProgressChannel
-from k3convert.training.rank_entry import TRAIN
 from k3convert.training.recipe import Recipe
 from k3convert.training.recipe_reading import recipe_yaml
 
+ENTRY = "k3convert.training.rank_entry:train_here"
 # From the start of the ranks to the first step: reading the checkpoint and the data.
 START_S = 1800.0
 # Of one collective under torchrun: a rank may be reading or writing for as long.
@@ -55,7 +55,7 @@ def run_in_pool(
         ProgressChannel(tell, secrets.token_bytes(16)) as channel,
         RankPool(recipe.degrees.world_size, device_type=recipe.device) as pool,
     ):
-        answers: list[Outcome] = pool.run(TRAIN, {**arguments, "address": channel.address}, timeout_s=timeout_s)
+        answers: list[Outcome] = pool.run(ENTRY, {**arguments, "address": channel.address}, timeout_s=timeout_s)
     return answers[0]
 
 

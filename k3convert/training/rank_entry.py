@@ -12,8 +12,6 @@ from k3convert.training.progress_channel import Address, ProgressSender
 from k3convert.training.recipe_reading import parse_recipe
 from k3convert.training.run import train
 
-TRAIN = f"{__name__}:train_here"
-
 
 def train_here(
     *, recipe_yaml: str, checkpoint: str, out: str, resume: bool, profile: bool, address: Address

@@ -11,8 +11,8 @@ from typing import Any
 from k3convert.checkpoint.hub import resolve_source
 from k3convert.errors import NotPossibleHere, UsageError
 from k3convert.layout.legality import check_layout
-from k3convert.loading.checked_source import open_checked
 from k3convert.synthesis import make_checkpoint
+from k3convert.training.checkpoint_files import checkpoint_config
 from k3convert.training.comparison import judge_envelope, variants
 from k3convert.training.events import Event, Noted
 from k3convert.training.launch import (
@@ -113,26 +113,30 @@ def smoke_train(
 
 def _check_possible(recipe: Recipe) -> None:
     """Refuse what cannot run, here or anywhere, before anything is written."""
-    import torch
-
     if not isinstance(recipe.data, SyntheticData) and not recipe.data_path().is_file():
         raise UsageError(f"{recipe.data_path()} is not a file")
     if recipe.device != "cpu":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type != recipe.device:
-            found = "none" if accelerator is None else accelerator.type
-            raise NotPossibleHere(
-                f"the recipe wants a {recipe.device} device; this machine has {found}",
-                hint="--set device=cpu, with ops that run there, or another machine",
-            )
-        num_devices = torch.accelerator.device_count()
-        if recipe.degrees.world_size > num_devices and not is_under_torchrun():
-            raise NotPossibleHere(
-                f"layout {recipe.layout} needs {recipe.degrees.world_size} devices, this host has {num_devices}",
-                hint="a smaller --layout, or torchrun over several hosts",
-            )
+        _check_devices(recipe)
     if problems := OpsConfig.of(recipe.ops).problems(recipe.device):
         raise NotPossibleHere(f"{len(problems)} implementations cannot run here", offenders=problems)
+
+
+def _check_devices(recipe: Recipe) -> None:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != recipe.device:
+        found = "none" if accelerator is None else accelerator.type
+        raise NotPossibleHere(
+            f"the recipe wants a {recipe.device} device; this machine has {found}",
+            hint="--set device=cpu, with ops that run there, or another machine",
+        )
+    num_devices = torch.accelerator.device_count()
+    if recipe.degrees.world_size > num_devices and not is_under_torchrun():
+        raise NotPossibleHere(
+            f"layout {recipe.layout} needs {recipe.degrees.world_size} devices, this host has {num_devices}",
+            hint="a smaller --layout, or torchrun over several hosts",
+        )
 
 
 def _checkpoint(recipe: Recipe, out: Path, tell: Tell) -> Path:
@@ -156,7 +160,7 @@ def _checkpoint(recipe: Recipe, out: Path, tell: Tell) -> Path:
 
 
 def _check_network(recipe: Recipe, checkpoint: Path) -> None:
-    config = open_checked(checkpoint, num_layers=recipe.model.num_layers).config
+    config = checkpoint_config(checkpoint, recipe.model.num_layers)
     check_layout(recipe.degrees, config, batch=recipe.batch.global_rows, sequence=recipe.batch.sequence_length)
 
 

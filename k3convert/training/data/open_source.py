@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3convert.errors import UsageError
-from k3convert.planning.hf_sidecar import ASSET_FILES
+from k3convert.training.checkpoint_files import folder_of
 from k3convert.training.data.conversations import Conversations
 from k3convert.training.data.document import Source
 from k3convert.training.data.synthetic import Walks
@@ -36,7 +36,9 @@ def open_source(recipe: Recipe, config: KimiK3Config, checkpoint: Path) -> Sourc
             length=recipe.batch.sequence_length,
             seed=data.seed,
         )
-    assets = _assets(checkpoint)
+    assets = folder_of(RANKS_FILE, checkpoint)
+    if not (assets / RANKS_FILE).is_file():
+        raise UsageError(f"{checkpoint} has no {RANKS_FILE}: nothing can turn the data's text into tokens")
     tokenizer = KimiTokenizer.from_folder(assets)
     path = recipe.data_path()
     if isinstance(data, TextData):
@@ -55,12 +57,3 @@ def ordinary_ids(config: KimiK3Config) -> Tensor:
     text = config.text
     special = {config.media_placeholder_token_id, text.pad_token_id, text.bos_token_id, text.eos_token_id}
     return torch.tensor([token_id for token_id in range(text.vocab_size) if token_id not in special])
-
-
-def _assets(checkpoint: Path) -> Path:
-    """Where a checkpoint keeps its tokenizer: a DCP has it among the files of its source."""
-    kept = checkpoint / ASSET_FILES
-    folder = kept if (kept / RANKS_FILE).is_file() else checkpoint
-    if not (folder / RANKS_FILE).is_file():
-        raise UsageError(f"{checkpoint} has no {RANKS_FILE}: nothing can turn the data's text into tokens")
-    return folder

@@ -272,7 +272,8 @@ def layer_of(name: str) -> int | None:
     """The text decoder's layer that a name belongs to."""
     if not name.startswith(LAYERS):
         return None
-    return int(name.removeprefix(LAYERS).partition(".")[0])
+    # "#0" behind a module's name is its first input
+    return int(name.removeprefix(LAYERS).partition(".")[0].partition("#")[0])
 
 
 def _is_vision(name: str) -> bool:

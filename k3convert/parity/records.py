@@ -121,9 +121,12 @@ class Run:
     Args:
         folder: where the ranks of the run saved their records.
         without: ends of names that are left out.
+        without_kinds: kinds that are left out.
     """
 
-    def __init__(self, folder: Path, without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, without: tuple[str, ...] = (), without_kinds: frozenset[Kind] = frozenset()
+    ) -> None:
         self.folder = folder
         self.entries: dict[tuple[Kind, str], Entry] = {}
         self._parts: dict[tuple[Kind, str], list[tuple[str, str, Chunk]]] = {}
@@ -132,7 +135,7 @@ class Run:
             for row in json.loads(path.read_text()):
                 fields, chunk = row["entry"], row["chunk"]
                 entry = Entry(**(fields | {"kind": Kind(fields["kind"]), "shape": tuple(fields["shape"])}))
-                if without and entry.name.endswith(without):
+                if entry.kind in without_kinds or (without and entry.name.endswith(without)):
                     continue
                 part = (path.stem, row["key"], Chunk(tuple(chunk["start"]), tuple(chunk["shape"]), chunk["is_partial"]))
                 self.entries.setdefault(entry.key, entry)

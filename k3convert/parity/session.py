@@ -29,6 +29,8 @@ from k3model.config import KimiK3Config
 REPEATS = 2
 # Optimizer steps at level "train", before the step that is compared.
 TRAINED_STEPS = 3
+# Recorded to be handed to other runs, not to be compared.
+_INPUTS = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 # These hold the mix over depth, and everything else within them.
 _MIXERS = ("DecoderLayer", "TextDecoder")
 
@@ -163,7 +165,7 @@ class ParitySession:
             own = replace(spec, forces_routing=True, reference=str(baseline.run.folder), repeats=1)
             judged = self.pools.run(own)
         comparison = compare(
-            cell, _view(self.routed_golden(cell), cell), _view(baseline, cell), judged.run, expectation,
+            cell, _view(self.routed_golden(cell), cell), _view(baseline, cell), _view(judged, cell), expectation,
             device=self.options.device_type, free_runs=free,
         )  # fmt: skip
         divergence = self._follow(cell, own, comparison)
@@ -270,9 +272,8 @@ class ParitySession:
 
 
 def _view(finished: Finished, cell: Cell) -> Run:
-    """A reference without what the cell's layout has no counterpart of."""
-    without = uncalled(cell.layout)
-    return Run(finished.run.folder, without) if without else finished.run
+    """A run as it is compared: without inputs, and without what the cell's layout has no counterpart of."""
+    return Run(finished.run.folder, uncalled(cell.layout), _INPUTS)
 
 
 def _route_alike(a: Run, b: Run) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from k3convert.numerics import digest
+from k3convert.parity.tensor_errors import Errors, ErrorSums, sums_of
 
 # In float64 a slice fits a core's cache on a CPU, and fills a device.
 CPU_SLICE_VALUES = 1 << 16
@@ -53,29 +54,6 @@ class Difference:
     max_ulp: int = 0
     num_sign_flips: int = 0
     num_non_finite: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """A run's tensor beside the golden one, over the elements that are finite in all runs.
-
-    Attributes:
-        rms: root of the mean squared error.
-        max_abs: largest absolute error.
-        max_rel: largest of ``|error| / max(|golden|, rms of golden)``: small values are judged by the tensor's scale.
-        mean: of the signed error.
-        mean_outward: of the error along the golden value's own sign; rounding towards zero makes it negative.
-        cosine: of the angle between the two; 1 where both are zero.
-        norm_ratio: this norm over the golden one; 1 where both are zero.
-    """
-
-    rms: float
-    max_abs: float
-    max_rel: float
-    mean: float
-    mean_outward: float
-    cosine: float
-    norm_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +117,31 @@ def measure(
     candidate_digest = candidate_digest or tensor_digest(candidate)
     baseline_digest = baseline_digest or tensor_digest(baseline)
     flat = tuple(tensor.reshape(-1) for tensor in (candidate, baseline, golden))
-    size = slice_values or (CPU_SLICE_VALUES if torch.device(device).type == "cpu" else DEVICE_SLICE_VALUES)
+    wanted = slice_values or (CPU_SLICE_VALUES if torch.device(device).type == "cpu" else DEVICE_SLICE_VALUES)
+    columns = candidate.shape[-1] if candidate.dim() > 1 else 1
+    size = max(1, wanted // max(1, columns)) * max(1, columns)  # whole rows
     scale = _finite_rms(flat[2], device, size)
-    sums_c, sums_b, found = _Sums(), _Sums(), Difference()
+    of_candidate, of_baseline, found = ErrorSums(columns), ErrorSums(columns), Difference()
     for start in range(0, flat[0].numel(), size):
         c, b, g = (tensor[start : start + size].to(device) for tensor in flat)
-        b_64 = b.double()
+        g_64, b_64 = g.double(), b.double()
         if torch.equal(_bits(c), _bits(b)):
             found = _joined(found, _no_difference(b), start)
-            part = _errors_of((b_64,), g.double(), scale)[0]
-            sums_c.add(part)
-            sums_b.add(part)
+            part = sums_of((b_64,), g_64, scale, columns)[0]
+            of_candidate.add(part)
+            of_baseline.add(part)
         else:
             c_64 = c.double()
             found = _joined(found, _difference(c, b, c_64, b_64), start)
-            part_c, part_b = _errors_of((c_64, b_64), g.double(), scale)
-            sums_c.add(part_c)
-            sums_b.add(part_b)
+            part_c, part_b = sums_of((c_64, b_64), g_64, scale, columns)
+            of_candidate.add(part_c)
+            of_baseline.add(part_b)
     return Measure(
         num_values=flat[0].numel(),
-        num_judged=sums_c.num,
-        golden_rms=math.sqrt(sums_c.golden_squares / max(1, sums_c.num)),
-        candidate=sums_c.errors(),
-        baseline=sums_b.errors(),
+        num_judged=of_candidate.num,
+        golden_rms=math.sqrt(of_candidate.golden_squares / max(1, of_candidate.num)),
+        candidate=of_candidate.errors(),
+        baseline=of_baseline.errors(),
         difference=found,
         candidate_digest=candidate_digest,
         baseline_digest=baseline_digest,
@@ -182,77 +162,6 @@ def tensor_digest(tensor: Tensor) -> str:
 def half_ulp(dtype: torch.dtype) -> float:
     """Half a unit in the last place of 1: the relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
-
-
-@dataclass
-class _Sums:
-    """Running sums of one run's errors."""
-
-    num: int = 0
-    squares: float = 0.0
-    total: float = 0.0
-    outward: float = 0.0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    product: float = 0.0
-    own_squares: float = 0.0
-    golden_squares: float = 0.0
-
-    def add(self, part: list[float]) -> None:
-        """Add a slice's sums, in the order of ``_errors_of``."""
-        self.num += int(part[0])
-        self.squares += part[1]
-        self.total += part[2]
-        self.outward += part[3]
-        self.max_abs = max(self.max_abs, part[4])
-        self.max_rel = max(self.max_rel, part[5])
-        self.product += part[6]
-        self.own_squares += part[7]
-        self.golden_squares += part[8]
-
-    def errors(self) -> Errors:
-        """The sums as figures of the whole tensor."""
-        num = max(1, self.num)
-        norms = math.sqrt(self.own_squares) * math.sqrt(self.golden_squares)
-        both_zero = self.own_squares == self.golden_squares == 0
-        ratio = math.inf if self.golden_squares == 0 else math.sqrt(self.own_squares / self.golden_squares)
-        return Errors(
-            rms=math.sqrt(self.squares / num),
-            max_abs=self.max_abs,
-            max_rel=self.max_rel,
-            mean=self.total / num,
-            mean_outward=self.outward / num,
-            cosine=self.product / norms if norms else float(both_zero),
-            norm_ratio=1.0 if both_zero else ratio,
-        )
-
-
-def _errors_of(runs: tuple[Tensor, ...], g: Tensor, scale: float) -> list[list[float]]:
-    """Sums of the errors of each run over the elements that are finite in all of them and in the golden run."""
-    found = _sums_of(runs, g, scale)
-    # squares are finite where every element is; looking at each of them takes as long as all the sums
-    if all(math.isfinite(figure) for part in found for figure in part):
-        return found
-    finite = g.isfinite()
-    for value in runs:
-        finite &= value.isfinite()
-    found = _sums_of(tuple(value.where(finite, 0.0) for value in runs), g.where(finite, 0.0), scale)
-    return [[int(finite.count_nonzero()), *part[1:]] for part in found]
-
-
-def _sums_of(runs: tuple[Tensor, ...], g: Tensor, scale: float) -> list[list[float]]:
-    size = g.abs().clamp_(min=scale or 1.0)
-    sign, golden_squares = g.sign(), g.dot(g)
-    out: list[list[float]] = []
-    for value in runs:
-        error = value - g
-        away = error.abs()
-        figures = (
-            error.dot(error), error.sum(), error.dot(sign), away.max(), away.div_(size).max(), value.dot(g),
-            value.dot(value), golden_squares,
-        )  # fmt: skip
-        out.append([g.numel(), *torch.stack(figures).tolist()])
-    return out
 
 
 def _no_difference(b: Tensor) -> Difference:

@@ -13,8 +13,9 @@ import torch
 from k3convert.parity import limits
 from k3convert.parity.cells import Precision
 from k3convert.parity.limits import Gate, Limit
-from k3convert.parity.measure import Errors, Measure, half_ulp
+from k3convert.parity.measure import Measure, half_ulp
 from k3convert.parity.records import Entry, Kind
+from k3convert.parity.tensor_errors import Errors
 
 _ATTENTION = {"KdaAttention": "kda", "MlaAttention": "mla"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -75,7 +76,7 @@ class Totals:
         baseline_rms: of the baseline's, likewise; each tensor's at least half a unit in the last place.
         candidate_max: the largest.
         baseline_max: the largest, likewise at least half a unit.
-        candidate_bias: the mean error, signed or outward, whichever is larger in units of ``rms / sqrt(n)``.
+        candidate_bias: the mean error, signed or outward, whichever is larger in units of its standard error.
         baseline_bias: likewise.
         num_non_finite: elements with a NaN or an infinity that the other run has not.
         has_ratio: whether every tensor has a golden one in a wider dtype.
@@ -172,9 +173,10 @@ def gates_of(totals: Totals, ceiling: Limit, *, room: float = 1.0) -> tuple[Gate
         Gate(limits.RMS_RATIO.name, totals.rms_ratio, limits.RMS_RATIO.value * room),
         Gate(limits.MAX_RATIO.name, totals.max_ratio, limits.MAX_RATIO.value * room),
     )
-    if totals.baseline_bias > limits.BIAS.value or _is_harmless(totals):
+    if _is_harmless(totals):
         return (*ratios, non_finite)
-    return (*ratios, Gate(limits.BIAS.name, totals.candidate_bias, limits.BIAS.value * room), non_finite)
+    bias = max(limits.BIAS.value, limits.RMS_RATIO.value * totals.baseline_bias)
+    return (*ratios, Gate(limits.BIAS.name, totals.candidate_bias, bias * room), non_finite)
 
 
 def sum_up(members: Sequence[Measured]) -> Totals:
@@ -204,32 +206,38 @@ class _Relative:
 
     rms: float
     max_abs: float
-    mean: float
-    outward: float
+    means: tuple[float, float]
+    spreads: tuple[float, float]
 
     @staticmethod
     def of(errors: Errors, scale: float, floor: float) -> _Relative:
-        figures = (errors.rms, errors.max_abs, errors.mean, errors.mean_outward)
+        figures = (
+            errors.rms, errors.max_abs, errors.mean, errors.mean_outward, errors.mean_spread, errors.outward_spread,
+        )  # fmt: skip
         if scale:
-            rms, max_abs, mean, outward = (figure / scale for figure in figures)
+            rms, max_abs, mean, outward, *spreads = (figure / scale for figure in figures)
         else:
-            rms, max_abs, mean, outward = (math.copysign(math.inf, figure) if figure else 0.0 for figure in figures)
-        return _Relative(max(rms, floor), max(max_abs, floor), mean, outward)
+            rms, max_abs, mean, outward, *spreads = (math.copysign(math.inf, f) if f else 0.0 for f in figures)
+        return _Relative(max(rms, floor), max(max_abs, floor), (mean, outward), (spreads[0], spreads[1]))
 
 
 def _pooled(parts: Sequence[_Relative], sizes: Sequence[int]) -> tuple[float, float]:
-    """The rms of all values, and the larger of their two means in units of ``rms / sqrt(n)``."""
+    """The rms of all values, and the larger of their two means in units of its standard error.
+
+    That is at least ``rms / sqrt(n)`` with no more than ``limits.BIAS_VALUES`` values.
+    """
     num = sum(sizes)
     if not num:
         return 0.0, 0.0
     rms = math.sqrt(sum(part.rms**2 * size for part, size in zip(parts, sizes, strict=True)) / num)
     if not rms or math.isinf(rms):
         return rms, 0.0
-    means = (
-        abs(sum(part.mean * size for part, size in zip(parts, sizes, strict=True)) / num),
-        abs(sum(part.outward * size for part, size in zip(parts, sizes, strict=True)) / num),
-    )
-    return rms, max(means) * math.sqrt(min(num, limits.BIAS_VALUES)) / rms
+    bias = 0.0
+    for which in (0, 1):
+        mean = abs(sum(part.means[which] * size for part, size in zip(parts, sizes, strict=True))) / num
+        spread = math.hypot(*(part.spreads[which] * size for part, size in zip(parts, sizes, strict=True))) / num
+        bias = max(bias, mean / max(spread, rms / math.sqrt(min(num, limits.BIAS_VALUES))))
+    return rms, bias
 
 
 def _is_harmless(totals: Totals) -> bool:

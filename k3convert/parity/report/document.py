@@ -67,6 +67,8 @@ class ErrorsDocument(_Document):
     max_rel: Figure
     mean: Figure
     mean_outward: Figure
+    mean_spread: Figure
+    outward_spread: Figure
     cosine: Figure
     norm_ratio: Figure
 

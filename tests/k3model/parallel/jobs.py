@@ -292,6 +292,12 @@ def state_against_whole(layout: Layout) -> list[str]:
     return wrong + sorted(set(gathered) - set(want))
 
 
+def expert_placements(layout: Layout) -> set[tuple[Any, ...]]:
+    network = build_network(torch.float32, num_layers=2)
+    parallelize(network, mesh_of(layout))
+    return {tuple(p.placements) for name, p in network.named_parameters() if ".experts." in name}
+
+
 def dispatch_to_one_rank() -> dict[str, Tensor]:
     """Rank 1 has no tokens, and the experts of rank 1 get all of rank 0's; against all experts on one process."""
     mesh = mesh_of(Layout(dp=2, ep=2))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from k3model.parallel.layout import Layout
 
@@ -90,6 +91,13 @@ def test_row_67_all_tokens_of_all_ranks_may_go_to_one_rank(pool: Pools) -> None:
         torch.testing.assert_close(answer["out"], answer["want"], rtol=0, atol=0)
         torch.testing.assert_close(answer["grad_z"], answer["want_grad_z"], rtol=0, atol=0)
         torch.testing.assert_close(answer["grad_weights"], answer["want_grad_weights"], rtol=0, atol=0)
+
+
+def test_row_27_experts_are_cut_along_dim_0_by_ep_and_along_dim_1_by_the_ranks_that_share_them(pool: Pools) -> None:
+    answers = pool(4).run("expert_placements", layout=LAYOUTS["ep2_fsdp4"])
+
+    # in the order of the axes ep_fsdp, ep
+    assert answers == [{(Shard(1), Shard(0))}] * 4
 
 
 @pytest.mark.parametrize("name", ["ep2", "fsdp2_ep2", "sp2_ep4_fsdp2"])

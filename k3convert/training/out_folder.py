@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from k3convert.errors import DestinationExists, ResumeRefused, UsageError
+from k3convert.training.metrics import METRICS_NAME
 from k3convert.training.recipe import Recipe
 from k3convert.training.recipe_reading import parse_recipe, recipe_yaml
 
@@ -24,14 +26,14 @@ def claim(out: Path, recipe: Recipe, *, resume: bool) -> None:
     """Make the folder ready for a recipe.
 
     Raises:
-        DestinationExists: it holds a run, and ``resume`` is off.
+        DestinationExists: it holds files of somebody else's, or a run, and ``resume`` is off.
         ResumeRefused: it holds the run of a recipe that computes other numbers.
         UsageError: its parent is no folder.
     """
     if not out.parent.is_dir():
         raise UsageError(f"{out.parent} is not a folder")
     path = out / RECIPE_NAME
-    if path.exists():
+    if path.exists() and (out / METRICS_NAME).exists():
         if not resume:
             raise DestinationExists(f"{out} holds a run", hint="--resume goes on with it; --out names another folder")
         earlier = parse_recipe(path.read_text("utf-8"), where=str(path))
@@ -40,6 +42,9 @@ def claim(out: Path, recipe: Recipe, *, resume: bool) -> None:
             raise ResumeRefused(
                 f"{out} holds a run of another recipe: {len(differing)} fields differ", offenders=differing
             )
+    elif path.exists():
+        # No step was ever begun here; what was generated may be another recipe's.
+        shutil.rmtree(out / BASE_NAME, ignore_errors=True)
     elif out.exists() and any(out.iterdir()):
         raise DestinationExists(f"{out} holds files that are no run", hint="--out names another folder")
     out.mkdir(exist_ok=True)

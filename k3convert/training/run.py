@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from k3convert.errors import UsageError
 from k3convert.loading.checked_source import open_checked
 from k3convert.training.checkpoints.saving import Saver
 from k3convert.training.checkpoints.state import run_state
@@ -36,6 +38,10 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile:
         resume: go on from the newest complete step, where there is one.
         profile: record the second step that is done, or the only one.
         tell: hears of every step on the first rank.
+
+    Raises:
+        UsageError: the newest step is beyond the recipe's last.
+        BadInput: checkpoint or data are wrong.
     """
     is_first = dist.get_rank() == 0
     device = _own_device(recipe.device)
@@ -67,20 +73,30 @@ def train(recipe: Recipe, checkpoint: Path, out: Path, *, resume: bool, profile:
             saver.save(metrics.step, _state(trainer))
     saver.wait()
     routes = () if trainer.routes is None else tuple(tuple(counts) for counts in trainer.routes.tolist())
-    facts = (trainer.routers.layers, _largest(trainer, trainer.state_bytes.total), _num_parameters(trainer))
-    vocab_size = trainer.network.config.text.vocab_size
+    num_parameters, planned_bytes = _num_parameters(trainer), _largest(trainer, trainer.state_bytes.total)
+    vocab_size, routed_layers = checked.config.text.vocab_size, tuple(trainer.routers.layers)
     check = None
     if saving.every and is_finite:
         if is_first:
             tell(Noted(f"trying to resume from step {trainer.progress.step}"))
-        probe, digest = trainer.advance(), state_digest(trainer.network, trainer.optimizer)
-        del trainer  # its memory is wanted for the other
+        without = _probe(trainer)
+        del trainer  # the other one wants its memory
+        gc.collect()
         other = Trainer.build(recipe, checked, source, mesh, device)
         other.resume(step_path(out, last))
-        again = other.advance()
-        is_bitwise = again.loss == probe.loss and state_digest(other.network, other.optimizer) == digest
-        check = ResumeCheck(probe.step, (probe.loss, again.loss), is_bitwise)
-    return Outcome(resumed_from, vocab_size, facts[2], facts[1], check, kernels, routes, tuple(facts[0]))
+        check = _compared(without, _probe(other))
+    return Outcome(resumed_from, vocab_size, num_parameters, planned_bytes, check, kernels, routes, routed_layers)
+
+
+def _probe(trainer: Trainer) -> tuple[StepMetrics, tuple[str, ...]]:
+    """The next step, and a digest of all that it changed. A collective."""
+    return trainer.advance(), state_digest(trainer.network, trainer.optimizer)
+
+
+def _compared(without: tuple[StepMetrics, tuple[str, ...]], after: tuple[StepMetrics, tuple[str, ...]]) -> ResumeCheck:
+    """Of a step without resuming and the same step after it."""
+    losses = without[0].loss, after[0].loss
+    return ResumeCheck(without[0].step, losses, is_bitwise=losses[0] == losses[1] and without[1] == after[1])
 
 
 def _resume(trainer: Trainer, out: Path, tell: Tell) -> int:
@@ -92,6 +108,11 @@ def _resume(trainer: Trainer, out: Path, tell: Tell) -> int:
     if found[0].path is None:
         tell(Noted(f"no complete step in {out}: starting anew"))
         return 0
+    if found[0].step > trainer.recipe.training.steps:
+        raise UsageError(
+            f"{out} is at step {found[0].step} already, beyond the {trainer.recipe.training.steps} of the recipe",
+            hint="--steps is the number of steps of the whole run",
+        )
     trainer.resume(found[0].path)
     tell(Noted(f"going on from step {found[0].step}"))
     return found[0].step

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3convert.checkpoint.json_text import parse_json
-from k3convert.checkpoint.member_paths import resolve_member, unsafe_reason
+from k3convert.checkpoint.member_paths import resolve_member
 from k3convert.errors import BadInput, DestinationExists, PathEscape, UsageError
 
 PROMPT = "Describe the image."
@@ -165,9 +165,6 @@ def _read(path: Path) -> tuple[list[str], list[_Caption]]:
             found.append(_Caption(image, number, names[image], " ".join(text.split())))
     if faults:
         raise BadAnnotations(f"{path}: {len(faults)} entries are wrong", offenders=faults)
-    escapes = [f"{name!r} {reason}" for name in names.values() if (reason := unsafe_reason(name))]
-    if escapes:
-        raise PathEscape(f"{path}: {len(escapes)} file names leave the folder of images", offenders=escapes)
     found.sort(key=lambda caption: (caption.image_id, caption.caption_id))
     return [names[number] for number in sorted(names)], found
 

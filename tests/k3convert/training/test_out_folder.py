@@ -16,12 +16,28 @@ def recipe(*settings: str) -> Recipe:
     return parse_recipe("description: d\ndata: {kind: synthetic}\n", settings)
 
 
+def begin(out: Path) -> None:
+    """A run of the plain recipe whose first step is done."""
+    claim(out, recipe(), resume=False)
+    (out / "metrics.jsonl").write_text("{}\n")
+
+
 def test_a_folder_with_a_run_needs_resume(tmp_path: Path) -> None:
-    claim(tmp_path / "out", recipe(), resume=False)
+    begin(tmp_path / "out")
 
     with pytest.raises(DestinationExists, match="holds a run"):
         claim(tmp_path / "out", recipe(), resume=False)
     claim(tmp_path / "out", recipe(), resume=True)
+
+
+def test_a_folder_whose_run_never_began_is_taken_anew_without_what_was_generated(tmp_path: Path) -> None:
+    claim(tmp_path / "out", recipe("training.seed=7"), resume=False)
+    (tmp_path / "out" / "base").mkdir()
+
+    claim(tmp_path / "out", recipe(), resume=False)
+
+    assert not (tmp_path / "out" / "base").exists()
+    assert "seed: 7" not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
 def test_resume_may_begin_anew_in_a_new_folder(tmp_path: Path) -> None:
@@ -43,7 +59,7 @@ def test_a_folder_nowhere_is_named(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_computes_other_numbers_is_refused_with_its_fields(tmp_path: Path) -> None:
-    claim(tmp_path / "out", recipe(), resume=False)
+    begin(tmp_path / "out")
     other = recipe("data.seed=1", "optimizer.learning_rate=1e-3", "training.freeze=[vision]")
 
     with pytest.raises(ResumeRefused) as caught:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from k3convert.cli.app import run as k3convert
+from k3convert.errors import UsageError
 from k3convert.loading import load_model
 from k3convert.ranks import RanksFailed
 from k3convert.training.checkpoints.step_folders import MARKER, step_path
@@ -88,6 +89,11 @@ def test_resuming_without_a_step_starts_anew_and_says_so(rank: Ranks, tmp_path: 
 
     assert found["said"][0].startswith("no complete step")
     assert found["outcome"]["resumed_from"] == 0
+
+
+def test_a_run_beyond_the_last_step_is_refused(rank: Ranks, finished: Path) -> None:
+    with pytest.raises(UsageError, match="at step 4 already, beyond the 3"):
+        rank("run", "training.steps=3", out=str(finished), resume=True)
 
 
 def test_a_step_saved_in_the_background_is_the_state_at_the_call(rank: Ranks, tmp_path: Path) -> None:

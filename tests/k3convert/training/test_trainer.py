@@ -125,3 +125,8 @@ def test_bf16_compute_is_near_fp32_and_not_fp32(rank: Ranks) -> None:
 
 def test_a_network_laid_out_without_memory_reads_what_a_whole_one_reads(rank: Ranks) -> None:
     assert rank("read_against_load_model") == []
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2,ep=2", "ep=2"])
+def test_ranks_read_their_parts_of_what_a_whole_network_reads(two_ranks: Ranks, layout: str) -> None:
+    assert two_ranks("read_against_load_model", f"layout={layout}") == []

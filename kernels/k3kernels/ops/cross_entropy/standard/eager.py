@@ -19,12 +19,12 @@ class CrossEntropy(NamedTuple):
         total: 0-d in the inside dtype, the sum of ``token_losses``. Gradients go back from here.
         token_losses: ``[...]`` in the inside dtype, ``-log softmax(logits)[label]``, 0 where not counted. No gradient:
             they are there to be summed over ranks in an order of the caller's choice.
-        count: int64 0-d, how many tokens are counted.
+        num_counted: int64 0-d, how many tokens are.
     """
 
     total: Tensor
     token_losses: Tensor
-    count: Tensor
+    num_counted: Tensor
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> CrossEntropy:

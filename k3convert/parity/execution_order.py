@@ -11,6 +11,8 @@ _FORWARD = (Kind.INPUT, Kind.ROUTING_SCORES, Kind.ROUTED_EXPERTS, Kind.OUTPUT)
 _AFTER_FORWARD = (Kind.LOGITS, Kind.TOKEN_LOSS, Kind.LOSS)
 _BACKWARD = (Kind.OUTPUT_GRADIENT, Kind.PARAMETER_GRADIENT, Kind.INPUT_GRADIENT)
 _LAST = (Kind.GRADIENT_NORM,)
+# Everything that only a backward pass makes.
+BACKWARD = frozenset((*_BACKWARD, *_LAST))
 
 
 def in_order(entries: Mapping[tuple[Kind, str], Entry]) -> list[Entry]:

@@ -69,6 +69,7 @@ class Bar:
     height: float
     label: str
     count: str
+    short_count: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def bar_plot(chart: Histogram) -> Plot:
     bars = tuple(
         Bar(
             round(left + number * step + step * 0.1, 2), round(floor - room * height / tallest, 2),
-            round(step * 0.8, 2), round(room * height / tallest, 2), label, number_text(count),
+            round(step * 0.8, 2), round(room * height / tallest, 2), label, number_text(count), _short_text(count),
         )
         for number, (height, (label, count)) in enumerate(zip(heights, chart.bars.items(), strict=True))
     )  # fmt: skip
@@ -229,6 +230,14 @@ def _tick_text(value: float) -> str:
         digits = mantissa.rstrip("0").rstrip(".")
         return f"{digits}e{int(exponent)}".replace("-", "−")
     return f"{round(value, 9):,.6g}".replace("-", "−")
+
+
+def _short_text(count: float) -> str:
+    """A count in at most six characters, for a place as wide as a bar."""
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(count) >= least:
+            return f"{count / size:.{1 if abs(count) < 100 * size else 0}f}{unit}"
+    return number_text(count)
 
 
 def _left_margin(ticks: Sequence[Tick]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from k3convert.parity import limits
 from k3convert.parity.comparison import CellComparison, TensorComparison
 from k3convert.parity.divergence import Divergence
 from k3convert.parity.divergence_place import place_of, ulps_between
+from k3convert.parity.execution_order import BACKWARD
 from k3convert.parity.limits import Gate
 from k3convert.parity.logit_agreement import LogitAgreement
 from k3convert.parity.measure import ULP_CLASSES
@@ -27,6 +29,7 @@ from k3model.config import KimiK3Config
 # Tensors of a cell that a report lists one by one; the others are in their pools.
 LISTED_TENSORS = 40
 OTHER_LAYERS = "other"
+Direction = Literal["forward", "backward"]
 
 
 def build_report(
@@ -106,13 +109,14 @@ def comparison_document(
     )
 
 
-def _layer_headroom(tensors: Sequence[TensorComparison]) -> dict[str, float]:
-    """The largest by layer, in order; tensors outside of the text decoder's layers last."""
-    by_layer: dict[str, float] = {}
+def _layer_headroom(tensors: Sequence[TensorComparison]) -> dict[Direction, dict[str, float]]:
+    """The largest by direction and layer, in order; tensors outside of the text decoder's layers last."""
+    found: dict[Direction, dict[str, float]] = {"forward": {}, "backward": {}}
     for tensor in sorted(tensors, key=lambda t: (t.entry.layer is None, t.entry.layer or 0)):
+        by_layer = found["backward" if tensor.entry.kind in BACKWARD else "forward"]
         layer = OTHER_LAYERS if tensor.entry.layer is None else str(tensor.entry.layer)
         by_layer[layer] = max(by_layer.get(layer, 0.0), tensor.headroom)
-    return by_layer
+    return found
 
 
 def _ulp_counts(tensors: Sequence[TensorComparison]) -> dict[str, tuple[int, ...]]:

@@ -206,7 +206,7 @@ class ComparisonDocument(_Document):
     bitwise_reason: str
     first_outside: TensorName | None
     first_different: TensorName | None
-    layer_headroom: dict[str, Figure]
+    layer_headroom: dict[Literal["forward", "backward"], dict[str, Figure]]
     ulp_counts: dict[str, tuple[int, ...]]
     digests: dict[str, str]
     pools: tuple[PoolDocument, ...]

@@ -112,19 +112,18 @@ def _what_happened(cell: d.CellDocument) -> str:
 
 
 def _headroom(compared: Sequence[d.CellDocument]) -> Section:
-    layers: dict[str, None] = {}
-    for cell in compared:
-        layers |= dict.fromkeys(cell.comparison.layer_headroom if cell.comparison else ())
-    numbered = sorted((layer for layer in layers if layer.isdigit()), key=int)
-    columns = [*numbered, *(layer for layer in layers if not layer.isdigit())]
-    values = [
-        [cell.comparison.layer_headroom.get(layer) if cell.comparison else None for layer in columns]
-        for cell in worst_first(compared)
-    ]
-    rows = [cell.cell for cell in worst_first(compared)]
+    found = {cell.cell: cell.comparison.layer_headroom for cell in worst_first(compared) if cell.comparison is not None}
+    blocks: list[Block] = []
+    for direction in ("forward", "backward"):
+        by_cell = {cell: layers[direction] for cell, layers in found.items() if layers[direction]}
+        named = dict.fromkeys(layer for layers in by_cell.values() for layer in layers)
+        columns = sorted(named, key=lambda layer: (not layer.isdigit(), int(layer) if layer.isdigit() else 0))
+        values = [[layers.get(layer) for layer in columns] for layers in by_cell.values()]
+        if by_cell:
+            blocks.append(HeatMap(list(by_cell), columns, values, direction, "cell \\ layer", zero_text="="))
     return Section(
         "Headroom by layer",
-        [HeatMap(rows, columns, values, corner="cell \\ layer", zero_text="=")],
+        blocks,
         note="The largest share of a limit that any tensor of the layer uses on its own; = where all are bitwise equal "
         "to the baseline or have none of the limit, ✗ beyond the limit. Small tensors are judged in pools only.",
     )

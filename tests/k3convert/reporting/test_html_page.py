@@ -254,3 +254,10 @@ def test_a_long_name_may_break_at_its_dots_and_is_still_the_name() -> None:
     text = page_with(Table(["name"], [[name]]))
     assert "layers.<wbr>0,<wbr>&lt;b&gt;" in text
     assert name in "".join(parsed(text).text)
+
+
+def test_large_counts_are_short_above_their_bars_and_exact_in_the_tooltip() -> None:
+    text = page_with(Histogram({"0": 4_843_922, "1": 12_345_678, "2": 999}))
+
+    for shown in (">4.8M<", ">12.3M<", ">999<", "0: 4,843,922<", "1: 12,345,678<"):
+        assert shown in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def run_cell(spec: RunSpec) -> RankAnswer:
     started = time.monotonic()
     set_flags(spec.deterministic)
     device = torch.device(spec.device_type)
+    _free_memory(device)
     network = build_network(spec.checkpoint, spec.cell, device, spec.num_layers)
     mesh = mesh_of(spec.cell.layout, spec.device_type)
     # Tuning takes minutes and changes no kernel's arithmetic beyond what its configurations may.
@@ -138,6 +140,13 @@ def _train(
         clip_gradients(network, mesh, MAX_NORM)
         optimizer.step()
     return tuple(losses)
+
+
+def _free_memory(device: torch.device) -> None:
+    """Let the network of the cell before go: hooks and what they hold make circles, which wait for the collector."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device.type).empty_cache()
 
 
 def build_network(

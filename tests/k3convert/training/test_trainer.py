@@ -36,6 +36,13 @@ def test_a_step_without_labels_changes_nothing_and_the_next_goes_on(rank: Ranks)
     assert found["following"]["num_labels"] == 4 * 15
 
 
+def test_ranks_without_a_label_hang_nobody(two_ranks: Ranks) -> None:
+    found = two_ranks("unlabelled_step", "layout=fsdp=2")
+
+    assert found["is_unchanged"]
+    assert found["following"]["num_labels"] == 4 * 15
+
+
 def test_a_parameter_that_is_not_finite_is_named(rank: Ranks) -> None:
     name = "language_model.model.layers.1.input_layernorm.weight"
 
@@ -111,6 +118,12 @@ def test_moments_are_float32_and_lie_as_their_parameters(rank: Ranks) -> None:
     found = rank("optimizer_layout", "training.freeze=[]", "compute=bf16")
 
     assert found == {"wrong": [], "dtypes": {"torch.float32"}}
+
+
+def test_sharded_parameters_have_moments_sharded_alike(two_ranks: Ranks) -> None:
+    found = two_ranks("optimizer_layout", "training.freeze=[]", "layout=fsdp=2,ep=2")
+
+    assert found["wrong"] == []
 
 
 def test_bf16_compute_is_near_fp32_and_not_fp32(rank: Ranks) -> None:

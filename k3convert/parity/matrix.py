@@ -31,6 +31,8 @@ SMOKE_CELLS = (
     "fsdp=2,dtype=fp32",
     "pp=2,dtype=fp32",
     "cp=2,dtype=fp32,data=packed",
+    "cp=2,dtype=fp32,data=padded",
+    "fsdp=1,cp=2,dtype=fp32",
     "sp=2,ep=2,dtype=fp32,data=image",
     "dtype=bf16",
     "dtype=bf16,data=packed,ac=on",
@@ -58,7 +60,7 @@ ALL_FUSED = "impl.moe=grouped_mm,impl.attn=sdpa,impl.kda=fla,impl.short_conv=fla
 FACTORS: Mapping[str, Sequence[str]] = {
     "layout": (
         "", "sp=2", "sp=2,head_shard=0", "ep=2", "ep=4", "fsdp=2", "pp=2", "cp=2", "sp=2,ep=2", "fsdp=2,ep=2",
-        "cp=2,ep=2", "pp=2,ep=2", "fsdp=2,sp=2,ep=2", "fsdp=4,ep=2",
+        "cp=2,ep=2", "cp=2,sp=2", "fsdp=2,cp=2", "pp=2,ep=2", "fsdp=2,sp=2,ep=2", "fsdp=4,ep=2",
     ),
     "impl": ("", *IMPL_PARTS),
     "dtype": ("dtype=fp32", "dtype=bf16"),

@@ -131,7 +131,8 @@ def _train(
     """The losses of some AdamW steps on the same batch."""
     if not spec.steps:
         return ()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
+    # One parameter at a time: some are DTensors of different meshes.
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, foreach=False)
     losses = []
     for _ in range(spec.steps):
         network.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from k3convert.parity.execution_order import in_order
 from k3convert.parity.expectation import Expectation
 from k3convert.parity.limits import Gate, Limit
 from k3convert.parity.logit_agreement import LogitAgreement, compare_logits
-from k3convert.parity.measure import Measure, measure
+from k3convert.parity.measure import Measure, measure, tensor_digest
 from k3convert.parity.pooling import Measured, Pool, Totals, gates_of, layer_kinds, make_pools, pool_key, sum_up
 from k3convert.parity.records import Entry, Kind, ReplicasDiffer, Run
 from k3convert.parity.routing_agreement import Recorded, RoutingAgreement, compare_routing
@@ -160,6 +160,7 @@ def compare(
     *,
     device: str | torch.device = "cpu",
     free_runs: tuple[Run, Run, Run] | None = None,
+    known: dict[tuple[Kind, str], Measure] | None = None,
 ) -> CellComparison:
     """Compare a run with the eager one in the same dtype, both measured against the golden one.
 
@@ -172,8 +173,12 @@ def compare(
         device: where the arithmetic of the comparison runs; it needs float64.
         free_runs: golden, baseline and candidate without forced routing, for the agreement of routers, where the
             runs above have it; None: the runs above.
+        known: measures of tensors with the baseline's bits, filled here and used for the next cell with the same
+            golden and baseline, which then need not be read again.
     """
-    return compare_recorded(cell, golden, baseline, candidate, expectation, device=device, free_runs=free_runs)
+    return compare_recorded(
+        cell, golden, baseline, candidate, expectation, device=device, free_runs=free_runs, known=known
+    )
 
 
 def compare_recorded(
@@ -186,6 +191,7 @@ def compare_recorded(
     device: str | torch.device = "cpu",
     free_runs: tuple[Recorded, Recorded, Recorded] | None = None,
     digests: Mapping[tuple[Kind, str], tuple[str, str]] | None = None,
+    known: dict[tuple[Kind, str], Measure] | None = None,
 ) -> CellComparison:
     """As ``compare``, of anything that has tensors.
 
@@ -198,19 +204,20 @@ def compare_recorded(
         device: as there.
         free_runs: as there.
         digests: of the whole tensors of candidate and baseline, where what is recorded are samples of them.
+        known: as there.
     """
     faults: list[Fault] = []
     notes: list[str] = []
-    measured = list(_measured(cell.dtype, golden, baseline, candidate, device, digests or {}, faults, notes))
+    known = {} if known is None else known
+    measured = list(_measured(cell.dtype, golden, baseline, candidate, device, digests or {}, known, faults, notes))
     pools = make_pools(measured, cell.dtype)
     outside_pools = {pool.key: pool for pool in pools if pool.is_outside}
     tensors = [_judged(tensor, cell.dtype, expectation, outside_pools.get(tensor.key)) for tensor in measured]
     routing = compare_routing(*(free_runs or (golden, baseline, candidate)))
     if Kind.ROUTED_EXPERTS in expectation.bitwise and routing.num_flips:
         first = next(layer for layer in routing.layers if layer.num_flips)
-        faults.append(
-            Fault(Kind.ROUTED_EXPERTS, first.name, f"{count_text(first.num_flips, 'token')} to other experts")
-        )
+        reason = f"{count_text(first.num_flips, 'token')} to other experts"
+        faults.append(Fault(Kind.ROUTED_EXPERTS, first.name, reason))
     elif routing.first_beyond is not None:
         first = routing.first_beyond
         reason = f"{count_text(first.num_beyond, 'token')} to other experts, by more than noise explains"
@@ -254,6 +261,7 @@ def _measured(
     candidate: Recorded,
     device: str | torch.device,
     digests: Mapping[tuple[Kind, str], tuple[str, str]],
+    known: dict[tuple[Kind, str], Measure],
     faults: list[Fault],
     notes: list[str],
 ) -> Iterator[Measured]:
@@ -268,18 +276,22 @@ def _measured(
             else:
                 faults.append(Fault(entry.kind, entry.name, reason))
             continue
-        golden_tensor = golden.tensor(entry.kind, entry.name)
         try:
-            own = candidate.tensor(entry.kind, entry.name)
+            own = candidate.tensor(*entry.key)
         except (ReplicasDiffer, ValueError) as error:
             faults.append(Fault(entry.kind, entry.name, str(error)))
             continue
-        own_digest, baseline_digest = digests.get(entry.key, (None, None))
-        figures = measure(
-            own, baseline.tensor(entry.kind, entry.name), golden_tensor, device=device,
-            candidate_digest=own_digest, baseline_digest=baseline_digest,
-        )  # fmt: skip
-        has_ratio = torch.finfo(golden_tensor.dtype).eps < torch.finfo(_DTYPES[precision]).eps
+        own_digest, baseline_digest = digests.get(entry.key) or (tensor_digest(own), None)
+        figures = known.get(entry.key)
+        if figures is None or figures.baseline_digest != own_digest:
+            figures = measure(
+                own, baseline.tensor(*entry.key), golden.tensor(*entry.key), device=device,
+                candidate_digest=own_digest, baseline_digest=baseline_digest,
+            )  # fmt: skip
+        if figures.is_bitwise:
+            known[entry.key] = figures
+        golden_dtype: torch.dtype = getattr(torch, golden.entries[entry.key].dtype)
+        has_ratio = torch.finfo(golden_dtype).eps < torch.finfo(_DTYPES[precision]).eps
         yield Measured(entry, pool_key(entry, kinds), figures, has_ratio)
     for entry in in_order({key: e for key, e in candidate.entries.items() if key not in baseline.entries}):
         if _is_zero_gradient(entry, candidate):

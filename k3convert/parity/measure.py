@@ -17,7 +17,7 @@ from k3convert.numerics import digest
 from k3convert.parity.tensor_errors import Errors, ErrorSums, sums_of
 
 # In float64 a slice fits a core's cache on a CPU, and fills a device.
-CPU_SLICE_VALUES = 1 << 16
+CPU_SLICE_VALUES = 1 << 15
 DEVICE_SLICE_VALUES = 1 << 22
 # Upper ends of the classes of distances; the last class has none.
 ULP_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

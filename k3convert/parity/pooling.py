@@ -185,16 +185,16 @@ def sum_up(members: Sequence[Measured]) -> Totals:
     candidate = [_Relative.of(member.measure.candidate, member.scale, 0.0) for member in members]
     baseline = [_Relative.of(member.measure.baseline, member.scale, member.floor) for member in members]
     sizes = [member.measure.num_judged for member in members]
-    candidate_rms, candidate_bias = _pooled(candidate, sizes)
-    baseline_rms, baseline_bias = _pooled(baseline, sizes)
+    candidate_rms, baseline_rms = _pooled_rms(candidate, sizes), _pooled_rms(baseline, sizes)
+    largest_rms = max(candidate_rms, baseline_rms)
     return Totals(
         num_values=num,
         candidate_rms=candidate_rms,
         baseline_rms=baseline_rms,
         candidate_max=max((part.max_abs for part in candidate), default=0.0),
         baseline_max=max((part.max_abs for part in baseline), default=0.0),
-        candidate_bias=candidate_bias,
-        baseline_bias=baseline_bias,
+        candidate_bias=_bias(candidate, sizes, largest_rms),
+        baseline_bias=_bias(baseline, sizes, largest_rms),
         num_non_finite=sum(member.measure.difference.num_non_finite for member in members),
         has_ratio=all(member.has_ratio for member in members),
     )
@@ -221,23 +221,26 @@ class _Relative:
         return _Relative(max(rms, floor), max(max_abs, floor), (mean, outward), (spreads[0], spreads[1]))
 
 
-def _pooled(parts: Sequence[_Relative], sizes: Sequence[int]) -> tuple[float, float]:
-    """The rms of all values, and the larger of their two means in units of its standard error.
+def _pooled_rms(parts: Sequence[_Relative], sizes: Sequence[int]) -> float:
+    return math.sqrt(sum(part.rms**2 * size for part, size in zip(parts, sizes, strict=True)) / max(1, sum(sizes)))
 
-    That is at least ``rms / sqrt(n)`` with no more than ``limits.BIAS_VALUES`` values.
+
+def _bias(parts: Sequence[_Relative], sizes: Sequence[int], largest_rms: float) -> float:
+    """The larger of the two means in units of its standard error.
+
+    That is at least ``rms / sqrt(n)`` of no more than ``limits.BIAS_VALUES`` values and of the larger rms of the two
+    runs: where one of them has hardly any error, its mean is no bias.
     """
     num = sum(sizes)
-    if not num:
-        return 0.0, 0.0
-    rms = math.sqrt(sum(part.rms**2 * size for part, size in zip(parts, sizes, strict=True)) / num)
-    if not rms or math.isinf(rms):
-        return rms, 0.0
-    bias = 0.0
+    if not largest_rms or math.isinf(largest_rms):
+        return 0.0
+    least = largest_rms / math.sqrt(min(num, limits.BIAS_VALUES))
+    out = 0.0
     for which in (0, 1):
         mean = abs(sum(part.means[which] * size for part, size in zip(parts, sizes, strict=True))) / num
         spread = math.hypot(*(part.spreads[which] * size for part, size in zip(parts, sizes, strict=True))) / num
-        bias = max(bias, mean / max(spread, rms / math.sqrt(min(num, limits.BIAS_VALUES))))
-    return rms, bias
+        out = max(out, mean / max(spread, least))
+    return out
 
 
 def _is_harmless(totals: Totals) -> bool:

@@ -343,6 +343,30 @@ def test_comparing_some_hundred_tensors_takes_a_second_or_two(
     assert per_tensor_s < 0.01  # 300 tensors in 3 s on a machine that others use too; 1 ms alone
 
 
+def test_what_is_known_of_the_references_is_not_read_again(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden, baseline = make_run(dtype=torch.float64), make_run(**BF16)
+    same, bad = make_run(**BF16), make_run(**BF16, changes={(Kind.OUTPUT, Q_PROJ.format(0)): lambda value: value * 2})
+    cell, known = parse_cell("sp=2,dtype=bf16"), {}
+    first = compare(cell, golden, baseline, same, ANYTHING, known=known)
+    fresh = compare(cell, golden, baseline, bad, ANYTHING)
+    assert set(known) == {tensor.entry.key for tensor in first.tensors}
+
+    read: list[tuple[Kind, str]] = []
+    whole = Run.tensor
+    monkeypatch.setattr(
+        Run, "tensor", lambda run, *key: (read.append(key) if run is golden else None, whole(run, *key))[1]
+    )
+    assert compare(cell, golden, baseline, same, ANYTHING, known=known).tensors == first.tensors
+    assert {kind for kind, _ in read} <= {
+        Kind.LOGITS,
+        Kind.TOKEN_LOSS,
+        Kind.LOSS,
+        Kind.GRADIENT_NORM,
+        Kind.ROUTING_SCORES,
+    }
+    assert compare(cell, golden, baseline, bad, ANYTHING, known=known).tensors == fresh.tensors
+
+
 def test_it_is_the_same_document_each_time(judge: Callable[..., CellComparison]) -> None:
     first, second = judge(seed=1), judge(seed=1)
 

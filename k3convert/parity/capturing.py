@@ -19,7 +19,7 @@ from k3convert.parity.outcome import CellOutcome, Status
 from k3convert.parity.report.build import build_report
 from k3convert.parity.report.document import ParityReport
 from k3convert.parity.report.environment import environment_of
-from k3convert.parity.session import SessionOptions
+from k3convert.parity.session import SessionOptions, comparing_device
 from k3convert.parity.verify import VerifyOptions, cells_of, open_session, prepare, session_document
 from k3convert.parity.weights_digest import weights_digest
 from k3convert.ranks.launched import LaunchedRanks
@@ -105,7 +105,7 @@ def compare_captures(
                 capture,
                 _identity(session_options, cell),
                 Expectation(frozenset(), ANOTHER_MACHINE),
-                device=options.device_type,
+                device=comparing_device(options.device_type),
             )
             outcomes.append(
                 CellOutcome(

@@ -15,6 +15,7 @@ from k3convert.parity.cells import Cell, DataKind, Precision
 from k3convert.parity.comparison import CellComparison, compare
 from k3convert.parity.divergence import Divergence, find_divergence
 from k3convert.parity.expectation import Expectation, expectation_of
+from k3convert.parity.measure import Measure
 from k3convert.parity.outcome import CellOutcome, Status, status_of
 from k3convert.parity.pinned_shapes import ProductShape
 from k3convert.parity.placement import uncalled
@@ -90,6 +91,7 @@ class ParitySession:
     _routed_goldens: dict[tuple[Precision, DataKind], Finished] = field(default_factory=dict)
     _unpinned: dict[ProductShape, bool] = field(default_factory=dict)
     _cut: dict[DataKind, frozenset[str]] = field(default_factory=dict)
+    _known: dict[tuple[Precision, DataKind], dict[tuple[Kind, str], Measure]] = field(default_factory=dict)
 
     def run(self, cells: tuple[Cell, ...]) -> Iterator[CellOutcome]:
         """Judge cells one after another; cells of one world size together, so that few ranks are idle.
@@ -166,7 +168,8 @@ class ParitySession:
             judged = self.pools.run(own)
         comparison = compare(
             cell, _view(self.routed_golden(cell), cell), _view(baseline, cell), _view(judged, cell), expectation,
-            device=self.options.device_type, free_runs=free,
+            device=comparing_device(self.options.device_type), free_runs=free,
+            known=self._known.setdefault((cell.dtype, cell.data), {}),
         )  # fmt: skip
         divergence = self._follow(cell, own, comparison)
         if judged is not candidate:
@@ -269,6 +272,11 @@ class ParitySession:
             self._unpinned |= {product: product in unpinned for product in new}
         found = [product for product in baseline.products if self._unpinned[product]]
         return expectation_of(cell, pins_shapes=self.options.pins_shapes, unpinned=found)
+
+
+def comparing_device(device_type: str) -> str:
+    """Where runs of a device are compared: there, unless it may lack float64."""
+    return device_type if device_type == "cuda" else "cpu"
 
 
 def _view(finished: Finished, cell: Cell) -> Run:

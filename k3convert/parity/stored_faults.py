@@ -13,15 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from k3convert.checkpoint.dcp_metadata import METADATA_NAME
 from k3convert.checkpoint.hf_folder import CONFIG_NAME, INDEX_NAME
 from k3convert.errors import K3Error
+from k3convert.execution.conversion import RunOptions, run_conversion
 from k3convert.loading import load_model
+from k3convert.loading.checked_source import open_checked
+from k3convert.planning.hf_to_dcp import ToDcpOptions, plan_hf_to_dcp
 
 LAYER = "language_model.model.layers.2."
 EXPERT = f"{LAYER}block_sparse_moe.experts.3.w1."
 OTHER_EXPERT = f"{LAYER}block_sparse_moe.experts.4.w1."
 DECAY = f"{LAYER}self_attn.A_log"
 NAN_SCALE = 255
+# The folder beside a DCP with an earlier save of it.
+OLDER = "older"
 CUT_BYTES = 64
 
 
@@ -33,17 +39,23 @@ class StoredFault:
         description: what is wrong, in one line.
         damage: changes a copy of the checkpoint.
         names: what the refusal must name.
+        is_dcp: whether it is a fault of a DCP, to which the copy is converted first.
     """
 
     description: str
     damage: Callable[[Path], None]
     names: str
+    is_dcp: bool = False
 
 
 def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[bool, bool, str]:
     """Damage a copy and load it: whether it was refused, whether by the right name, and what was said."""
     copy = scratch / "damaged"
-    shutil.copytree(checkpoint, copy)
+    if fault.is_dcp:
+        _convert(checkpoint, copy)
+        _convert(checkpoint, scratch / OLDER, num_layers=num_layers_of(checkpoint) - 1)
+    else:
+        shutil.copytree(checkpoint, copy)
     try:
         fault.damage(copy)
         load_model(copy)
@@ -52,7 +64,23 @@ def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[b
         return True, fault.names in "\n".join((str(error), *error.offenders)), said
     finally:
         shutil.rmtree(copy)
+        shutil.rmtree(scratch / OLDER, ignore_errors=True)
     return False, False, "the damaged checkpoint was loaded without a word"
+
+
+def num_layers_of(checkpoint: Path) -> int:
+    """Of a checkpoint's text decoder."""
+    return open_checked(checkpoint).config.text.num_hidden_layers
+
+
+def _convert(source: Path, destination: Path, num_layers: int | None = None) -> None:
+    plan = plan_hf_to_dcp(source, destination, ToDcpOptions(num_layers=num_layers))
+    run_conversion(plan, RunOptions(workers=1))
+
+
+def _use_older_metadata(folder: Path) -> None:
+    """The metadata of an earlier save, of fewer layers, over the shards of this one."""
+    shutil.copy(folder.parent / OLDER / METADATA_NAME, folder / METADATA_NAME)
 
 
 def _shard_of(folder: Path, name: str) -> Path:
@@ -169,6 +197,9 @@ STORED_FAULTS: Mapping[str, StoredFault] = {
     "shifted-layer-lists": StoredFault("the 1-based layer lists begin at 0", _shift_layers, "kda_layers"),
     "exchanged-layer-types": StoredFault(
         "the types of two layers are exchanged in the lists", _exchange_layer_types, f"{LAYER}self_attn."
+    ),
+    "stale-metadata": StoredFault(
+        "a DCP's metadata is that of an earlier save", _use_older_metadata, ".distcp", is_dcp=True
     ),
 }
 """Faults by name."""

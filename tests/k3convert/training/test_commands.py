@@ -16,7 +16,7 @@ import pytest
 from k3convert.cli.app import run
 from k3convert.errors import ExitCode
 
-from .conftest import RECIPE, write_lines
+from .conftest import RECIPE, Ranks, write_lines
 
 
 @pytest.fixture
@@ -24,12 +24,6 @@ def recipe_file(tmp_path: Path, slight_source: Path) -> Path:
     path = tmp_path / "few.yaml"
     path.write_text(RECIPE.replace("model: {", f"model: {{checkpoint: {slight_source}, "))
     return path
-
-
-def train_arguments(recipe: Path, out: Path, settings: list[str]) -> list[str]:
-    """A run of two steps."""
-    set_options = [part for setting in settings for part in ("--set", setting)]
-    return ["smoke-train", str(recipe), "--steps", "2", "--out", str(out), *set_options]
 
 
 @pytest.fixture(scope="module")
@@ -129,33 +123,31 @@ def test_what_cannot_be_run_is_refused_with_its_reason(
 
 
 def test_captions_become_conversations_that_train_with_their_images(
-    recipe_file: Path, pictures: Path, tmp_path: Path, capsys: Any
+    rank: Ranks, pictures: Path, tmp_path: Path, capsys: Any
 ) -> None:
     images = [{"id": number, "file_name": f"{name}.png"} for number, name in enumerate("abc")]
     captions = [{"id": number, "image_id": number, "caption": "a red box"} for number in range(3)]
     (tmp_path / "captions.json").write_text(json.dumps({"images": images, "annotations": captions}))
     lines = tmp_path / "lines.jsonl"
-    settings = [f"data={{kind: conversations, path: {lines}, images: {pictures}}}"]
-    settings += ["batch={sequence_length: 96, global_rows: 2, micro_rows: 1}", "training.freeze=[]", "saving.every=0"]
 
     made = run(["coco-to-conversations", str(tmp_path / "captions.json"), str(pictures), str(lines)])
-    out = capsys.readouterr().out
-    code = run(train_arguments(recipe_file, tmp_path / "run", settings))
+    settings = [f"data={{kind: conversations, path: {lines}, images: {pictures}}}", "training.freeze=[]"]
+    found = rank("steps", *settings, "batch={sequence_length: 96, global_rows: 2, micro_rows: 1}", num_steps=1)
 
-    assert (made, code) == (0, 0)
-    assert "3 conversations on 3 images" in out
-    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["group_norms"]["vision"] > 0
+    assert made == 0
+    assert "3 conversations on 3 images" in capsys.readouterr().out
+    assert found["metrics"][0]["group_norms"]["vision"] > 0
 
 
-def test_hellaswag_trains_on_packed_rows(recipe_file: Path, tmp_path: Path) -> None:
+def test_hellaswag_trains_on_packed_rows(rank: Ranks, tmp_path: Path) -> None:
     record = {"ctx": "the dog and", "endings": ["the end", "a message to the user"], "label": "1"}
     path = write_lines(tmp_path / "text.jsonl", [record] * 9)
+    settings = [f"data={{kind: text, path: {path}, loss_on: ending}}", "batch.sequence_length=64"]
 
-    settings = [f"data={{kind: text, path: {path}, loss_on: ending}}", "batch.sequence_length=64", "saving.every=0"]
-    code = run(train_arguments(recipe_file, tmp_path / "run", settings))
+    first, second = rank("steps", *settings, num_steps=2)["metrics"]
 
-    assert code == 0
+    assert 0 < first["num_labels"] < first["num_tokens"]
+    assert second["loss"] < first["loss"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The main job on a small generated checkpoint: HF -> DCP -> HF, with packed and with decoded experts.
+# The three jobs on a small generated checkpoint: HF -> DCP -> HF with packed and with decoded experts, a few cells of
+# the parity matrix, and ten training steps.
 set -eu
 out=${1:-demo-output}
 rm -rf "$out"
@@ -30,4 +31,10 @@ for copy in from-packed from-bf16; do
         fi
     done
 done
+
+run make-tiny "$out/short" --num-layers 5 --num-experts 8
+run verify-parity "$out/short" --cell sp=2,ep=2,dtype=fp32,data=packed --cell pp=2,dtype=fp32 --cell impl.attn=sdpa,dtype=bf16 \
+    --report "$out/parity" || status=1
+run smoke-train tiny_cpu --steps 10 --out "$out/train" \
+    --set model.generate.num_layers=4 --set saving.every=5 --set expect.fall=0.1 || status=1
 exit $status

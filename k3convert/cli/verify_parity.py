@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -134,6 +135,7 @@ def command(
         launched.serve()
         os._exit(0)
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     num_done = 0
 
     def on_cell(cell: Cell, total: int) -> None:

@@ -30,6 +30,7 @@ BYTES_OF_GOLDEN = 16
 # A network with more values than this has its large gradients sampled: so many elements of each.
 WHOLE_GRADIENTS = 1 << 30
 SAMPLED_GRADIENT = 1 << 22
+INTERRUPTED = "the session was interrupted before"
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -88,10 +89,21 @@ def verify_parity(
     """
     session_options = prepare(options)
     outcomes: list[CellOutcome] = []
-    with open_session(options, session_options, on_cell=on_cell, launched=launched) as session:
-        for outcome in session.run(cells_of(options)):
-            outcomes.append(outcome)
+    try:
+        with open_session(options, session_options, on_cell=on_cell, launched=launched) as session:
+            outcomes.extend(session.run(cells_of(options)))
+    except KeyboardInterrupt:
+        # What was found so far is worth as much as before; the rest is said not to have run.
+        judged = {str(outcome.cell) for outcome in outcomes}
+        outcomes += [
+            CellOutcome(cell, Status.NOT_RUN, INTERRUPTED) for cell in cells_of(options) if str(cell) not in judged
+        ]
     return build_report(outcomes, session_document(session_options), session_options.config)
+
+
+def was_interrupted(report: ParityReport) -> bool:
+    """Whether cells were left out because the user, or the system on its behalf, ended the session."""
+    return any(cell.reason == INTERRUPTED for cell in report.cells)
 
 
 def prepare(options: VerifyOptions) -> SessionOptions:
@@ -160,6 +172,8 @@ def cells_of(options: VerifyOptions) -> tuple[Cell, ...]:
 def exit_code_of(report: ParityReport) -> ExitCode:
     """What a report tells the shell: a failed comparison before a dead rank, and a run of nothing is no pass."""
     counts = report.counts
+    if was_interrupted(report):
+        return ExitCode.INTERRUPTED
     if counts.get(str(Status.FAILED)) or counts.get(str(Status.NONDETERMINISTIC)):
         return ExitCode.VERDICT_NO
     if counts.get(str(Status.DIED)):

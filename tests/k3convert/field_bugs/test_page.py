@@ -32,3 +32,14 @@ def test_every_named_test_exists(entry: str) -> None:
         text = (TESTS.parent / place["file"]).read_text(encoding="utf-8")
         wanted = rf"def {place['test']}\(" if place["test"] else rf"def test_{entry.lower()}_"
         assert re.search(wanted, text), f"{place['file']} has no {wanted}"
+
+
+OTHERS = re.findall(r"^\| ([EF])(\d+) \| .*? \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("letter", "number", "where"), OTHERS)
+def test_files_of_layout_entries_have_tests_with_their_number(letter: str, number: str, where: str) -> None:
+    for place in PLACE.finditer(where):
+        text = (TESTS.parent / place["file"]).read_text(encoding="utf-8")
+        wanted = rf"def test_(\w*_)?{letter.lower()}{int(number):02d}_"
+        assert re.search(wanted, text), f"{place['file']} has no {wanted}"

@@ -20,6 +20,9 @@ from k3convert.parity.session import ParitySession, SessionOptions
 from k3convert.parity.stored_faults import STORED_FAULTS, find_refusal
 from k3convert.synthesis import make_checkpoint
 
+# Of the generated checkpoint: faults are in layers 2 and 3, and something comes after them.
+NUM_LAYERS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class FaultResult:
@@ -96,7 +99,7 @@ def selftest(
     with tempfile.TemporaryDirectory(prefix="k3selftest-") as folder:
         scratch = Path(folder)
         checkpoint = scratch / "checkpoint"
-        make_checkpoint(checkpoint, preset="tiny", num_layers=None, num_experts=None, seed=0, sparse=False)
+        make_checkpoint(checkpoint, preset="tiny", num_layers=NUM_LAYERS, num_experts=None, seed=0, sparse=False)
         results = {}
         for name in chosen:
             if name in STORED_FAULTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,15 @@ from k3convert.parity.run_spec import Level
 from k3convert.parity.session import ParitySession
 
 
-@pytest.mark.parametrize("text", ["dtype=fp32", "dtype=bf16,data=packed,ac=on", "dtype=fp32,data=padded"])
+def slow(text: str) -> Any:
+    """A cell for the long tests."""
+    return pytest.param(text, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dtype=fp32", slow("dtype=bf16,data=packed,ac=on"), slow("dtype=fp32,data=padded")],
+)
 def test_one_rank_has_the_bits_of_the_baseline_forward_and_backward(session: ParitySession, text: str) -> None:
     outcome = session.judge(parse_cell(text))
 
@@ -26,7 +35,9 @@ def test_one_rank_has_the_bits_of_the_baseline_forward_and_backward(session: Par
     assert outcome.comparison.verdict is Verdict.BITWISE
 
 
-@pytest.mark.parametrize("text", ["sp=2,dtype=fp32", "ep=2,dtype=bf16", "fsdp=2,dtype=fp32", "sp=2,ep=2,data=image"])
+@pytest.mark.parametrize(
+    "text", ["sp=2,dtype=fp32", slow("ep=2,dtype=bf16"), slow("fsdp=2,dtype=fp32"), slow("sp=2,ep=2,data=image")]
+)
 def test_row_46_forward_and_first_loss_are_bitwise_under_a_layout(session: ParitySession, text: str) -> None:
     outcome = session.judge(parse_cell(text))
 
@@ -84,6 +95,7 @@ def test_a_fault_turns_the_verdict_and_is_followed_to_its_module(session: Parity
     assert outcome.divergence.origin is Origin.MODULE
 
 
+@pytest.mark.slow
 def test_a_fault_of_an_op_between_modules_shows_in_the_module_around_it(session: ParitySession) -> None:
     outcome = session.judge(parse_cell("cp=2,dtype=fp32"), "dropped-cp-state")
 
@@ -99,6 +111,7 @@ def test_a_rank_that_fails_ends_its_cell_and_not_the_session(session: ParitySess
     assert [outcome.status for outcome in outcomes] == [Status.REFUSED, Status.PASSED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [Level.OP, Level.LAYER])
 def test_errors_stop_at_the_borders_of_a_level(session: ParitySession, level: Level) -> None:
     short = ParitySession(replace(session.options, level=level), session.pools)

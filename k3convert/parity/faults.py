@@ -18,6 +18,7 @@ from torch import Tensor
 
 from k3convert.errors import UsageError
 from k3convert.parity.records import Kind
+from k3kernels import K3Op
 from k3model.network import KimiK3ForConditionalGeneration
 from k3model.parallel.gradients import sum_gradients
 from k3model.parallel.mesh import Mesh
@@ -88,7 +89,7 @@ def _swap_gate_and_up(experts: Experts) -> None:
 
 def _read_transposed(experts: Experts) -> None:
     shape = experts.w2.shape
-    experts.w2.copy_(experts.w2.reshape(shape[0], shape[2], shape[1]).transpose(1, 2))
+    experts.w2.copy_(experts.w2.clone().reshape(shape[0], shape[2], shape[1]).transpose(1, 2))
 
 
 def _permute(experts: Experts) -> None:
@@ -130,14 +131,13 @@ def _round(tensor: Tensor) -> None:
 def _weigh_before_down(network: KimiK3ForConditionalGeneration, mesh: Mesh) -> AbstractContextManager[Any]:
     """The router's weight multiplies the activation, before the down projection rounds."""
     moe = _moe(network).experts
-    right = moe.moe_experts
+    activate = K3Op("situ_and_mul", "standard", "eager")
 
     def wrong(z: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, **scalars: Any) -> Tensor:
         total = torch.zeros_like(z)
-        for slot in range(ids.shape[1]):
-            weight = weights[:, slot, None].to(z.dtype)
-            ones = torch.ones_like(weights[:, slot, None])
-            total = total + right(z, ids[:, slot, None], ones, w1, w3, w2, **scalars) * weight
+        for expert, weight in zip(ids.T, weights.to(z.dtype).T, strict=True):
+            gate, up = (torch.einsum("nd,nid->ni", z, matrix[expert]) for matrix in (w1, w3))
+            total = total + torch.einsum("ni,ndi->nd", activate(gate, up, **scalars) * weight[:, None], w2[expert])
         return total
 
     moe.moe_experts = wrong  # type: ignore[assignment]
@@ -275,7 +275,7 @@ NETWORK_FAULTS: Mapping[str, NetworkFault] = {
         "the router's weight multiplies before the down projection rounds", _weigh_before_down, _EXPERTS
     ),
     "lost-shared-expert": NetworkFault(
-        "the shared expert is left out", _lose_shared_expert, _EXPERTS.removesuffix(".experts")
+        "the shared expert is left out", _lose_shared_expert, _EXPERTS.replace(".experts", ".shared_experts*")
     ),
     "latent-norm-eps": NetworkFault(
         "the norms of MLA's latents use the config's epsilon", _use_config_eps, f"{_MLA}.q_a_layernorm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class StoredFault:
     Attributes:
         description: what is wrong, in one line.
         damage: changes a copy of the checkpoint.
-        names: what the refusal must name.
+        names: what the refusal must name, as a regular expression.
         is_dcp: whether it is a fault of a DCP, to which the copy is converted first.
     """
 
@@ -61,7 +62,7 @@ def find_refusal(fault: StoredFault, checkpoint: Path, scratch: Path) -> tuple[b
         load_model(copy)
     except K3Error as error:
         said = "\n".join(error.lines())
-        return True, fault.names in "\n".join((str(error), *error.offenders)), said
+        return True, re.search(fault.names, "\n".join((str(error), *error.offenders))) is not None, said
     finally:
         shutil.rmtree(copy)
         shutil.rmtree(scratch / OLDER, ignore_errors=True)
@@ -199,7 +200,7 @@ STORED_FAULTS: Mapping[str, StoredFault] = {
         "the types of two layers are exchanged in the lists", _exchange_layer_types, f"{LAYER}self_attn."
     ),
     "stale-metadata": StoredFault(
-        "a DCP's metadata is that of an earlier save", _use_older_metadata, ".distcp", is_dcp=True
+        "a DCP's metadata is that of an earlier save", _use_older_metadata, r"\.distcp|layers\.\d+\.", is_dcp=True
     ),
 }
 """Faults by name."""

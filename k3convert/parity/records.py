@@ -204,8 +204,3 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def tensors_of(run: Run, kind: Kind) -> Mapping[str, Tensor]:
-    """Every tensor of a kind, by name, in order."""
-    return {entry.name: run.tensor(kind, entry.name) for entry in run.of_kind(kind)}

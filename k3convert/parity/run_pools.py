@@ -78,11 +78,7 @@ class RunPools:
         self._num_runs += 1
         folder = self._scratch / str(self._num_runs)
         folder.mkdir()
-        try:
-            answers = self._on_ranks(spec.cell.layout.world_size, "run_cell", spec=replace(spec, folder=str(folder)))
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
+        answers = self._on_ranks(spec.cell.layout.world_size, "run_cell", spec=replace(spec, folder=str(folder)))
         return Finished(Run(folder), tuple(answers))
 
     def probe(self, products: frozenset[ProductShape]) -> tuple[ProductShape, ...]:
